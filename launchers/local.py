@@ -1,0 +1,270 @@
+"""Runs training on this machine: one process per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from launchers.progress import Progress, format_summary
+from launchers.supervise import Stop, last_lines, supervise
+from optimus_cc import process
+from optimus_cc.config import ConfigError, Problem, RunConfig
+from optimus_cc.records import JsonLinesTail
+from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFolder, RunPreempted, claim
+
+STATUS_INTERVAL_S = 1.0
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Train one configuration to the end, or return what a finished run of it left.
+
+    Returns:
+        the run's summary.
+
+    Raises:
+        ConfigError: it can't run on this machine; nothing was started.
+        RunFailed: it did not finish; RunCancelled or RunPreempted if it was asked to end. Its text is ready to print.
+    """
+    device, notices = choose_device(config)
+    progress = Progress(config.training.steps)
+    with Stop().on_signals() as stop, claim(config) as run:
+        for line in _heading(config, run, device):
+            progress.print(line)
+        for notice in (*notices, *config.notices()):
+            progress.print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
+        for note in run.notes:
+            progress.print(f"note    {note}")
+        summary = (run.folder.summary() or {}) if run.finished else _run(config, run, device, stop, progress)
+        progress.print(format_summary(summary))
+        return summary
+
+
+def choose_device(config: RunConfig) -> tuple[str, list[str]]:
+    """``cpu`` or ``cuda`` for all ranks, and what to say about the choice.
+
+    Raises:
+        ConfigError: training.device=cuda, and there are fewer usable GPUs than ranks.
+    """
+    wanted, ranks = config.training.device, config.parallel.world_size
+    if wanted == "cpu":
+        return "cpu", []
+    gpus = count_gpus()
+    cpu_build = _torch_is_cpu_build()
+    if gpus >= ranks and not cpu_build:
+        return "cuda", []
+    lack = "the installed torch has no CUDA" if cpu_build else f"{gpus} GPU{'s' * (gpus != 1)} visible"
+    if wanted == "cuda":
+        raise ConfigError(
+            Problem(
+                "training.device",
+                wanted,
+                f"cuda with a GPU for each of the {ranks} ranks; {lack}",
+                "training.device=cpu, a smaller parallel layout, or a machine with more GPUs",
+            )
+        )
+    if gpus == 0:
+        return "cpu", []
+    return "cpu", [f"training on the CPU: {ranks} ranks, {lack} (training.device=auto)"]
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started from here would see. Does not import torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    installed = len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
+    if visible is None:
+        return installed or _count_by_nvidia_smi()
+    count = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        if not name or name.startswith("-") or (installed and name.isdigit() and int(name) >= installed):
+            break  # CUDA ignores everything from the first invalid entry on
+        count += 1
+    return count if installed or _count_by_nvidia_smi() else 0
+
+
+def _count_by_nvidia_smi() -> int:
+    """For machines that have no device files, such as WSL."""
+    try:
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in result.stdout.splitlines())
+
+
+def _torch_is_cpu_build() -> bool:
+    try:
+        return "cpu" in importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _heading(config: RunConfig, run: Claim, device: str) -> list[str]:
+    training, ranks = config.training, config.parallel.world_size
+    return [
+        f"run     {run.folder.run_id}",
+        f"folder  {_relative(run.folder.path)}",
+        f"layout  {config.parallel.label}: {ranks} rank{'s' * (ranks != 1)} on {device}, {training.steps} steps of "
+        f"{training.global_batch_size} x {config.model.sequence_length} tokens in {config.num_microbatches} "
+        f"micro-batch{'es' * (config.num_microbatches != 1)}",
+    ]
+
+
+def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
+    """The two stages, corpus and ranks, and the status that they end with."""
+    try:
+        _prepare_corpus(config, run, stop, progress)
+        summary = _train(config, run, device, stop, progress)
+    except RunFailed as error:
+        progress.close()
+        _end(run, progress.step, error)
+        raise type(error)(*_told(run.folder, progress.step, error)) from None
+    except BaseException as error:
+        progress.close()
+        _end(run, progress.step, RunFailed(f"{type(error).__name__}: {error}"))
+        raise
+    run.update(state="finished", step=max(progress.step, int(summary.get("steps") or 0)), cause=None)
+    return summary
+
+
+def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progress) -> None:
+    from optimus_cc.training.corpus import DataError, is_prepared
+
+    try:
+        if is_prepared(config):
+            return
+    except DataError as error:
+        raise RunFailed(f"the corpus can't be prepared: {error}") from None
+    progress.print("preparing the corpus")
+    log_dir = run.folder.logs / "corpus"
+    log = process.log_path(log_dir, 0)
+    echo = _Echo(log, progress)
+    beat = _StatusUpdates(run)
+
+    def on_poll() -> None:
+        echo.copy()
+        beat.update(0)
+
+    try:
+        supervise(
+            corpus_command(run.folder),
+            1,
+            log_dir=log_dir,
+            stop=stop,
+            grace_s=config.launcher.stop_grace_s,
+            on_poll=on_poll,
+            name="the corpus preparation",
+        )
+    except (RunCancelled, RunPreempted):
+        raise
+    except RunFailed as error:
+        lines = last_lines(log)
+        for index in reversed(range(len(lines))):
+            if re.match(r"[\w.]*Error\b", lines[index]):  # it said what is wrong; its log was shown as it ran
+                rest = "\n".join(lines[index + 1 :])
+                raise RunFailed(f"the corpus can't be prepared: {lines[index]}", rest) from None
+        raise RunFailed(f"the corpus can't be prepared: {error.cause}", error.details) from None
+    finally:
+        echo.copy()
+
+
+def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
+    ranks = config.parallel.world_size
+    tail = JsonLinesTail(run.folder.metrics_path)
+    status = _StatusUpdates(run)
+
+    def on_poll() -> None:
+        progress.update(tail.new_records())
+        status.update(progress.step)
+
+    progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
+    try:
+        supervise(
+            rank_command(run.folder),
+            ranks,
+            log_dir=run.folder.logs,
+            stop=stop,
+            env={process.DEVICE: device},
+            threads_per_rank=config.launcher.threads_per_rank,
+            grace_s=config.launcher.stop_grace_s,
+            timeout_s=config.training.timeout_s,
+            on_poll=on_poll,
+        )
+    finally:
+        progress.update(tail.new_records())
+        progress.close()
+    summary = run.folder.summary()
+    if summary is None:
+        raise RunFailed("the ranks ended without a summary", f"  See their logs in {run.folder.logs}.")
+    return summary
+
+
+def rank_command(folder: RunFolder) -> list[str]:
+    return [sys.executable, "-m", "optimus_cc.training", str(folder.path)]
+
+
+def corpus_command(folder: RunFolder) -> list[str]:
+    return [sys.executable, "-m", "optimus_cc.training.corpus", str(folder.config_path)]
+
+
+def _end(run: Claim, step: int, error: RunFailed) -> None:
+    with contextlib.suppress(OSError):  # a full disk; the error itself is what has to be seen
+        run.update(state=error.state, step=step, cause=error.cause)
+
+
+def _told(folder: RunFolder, step: int, error: RunFailed) -> tuple[str, str]:
+    """Cause and details for the person at the screen."""
+    where = f"at step {step}" if step else "before the first step"
+    by_request = error.cause.startswith(error.state)
+    details = [error.details] if error.details else []
+    details.append(f"  Folder: {_relative(folder.path)}. The same command starts it again.")
+    cause = f"{error.cause} {where}" if by_request else f"{error.state} {where}: {error.cause}"
+    return f"{folder.run_id} {cause}", "\n".join(details)
+
+
+def _relative(path: Path) -> str:
+    """As short as it can be said from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class _StatusUpdates:
+    """Keeps status.json current without writing it at every poll."""
+
+    def __init__(self, run: Claim) -> None:
+        self._run = run
+        self._written = time.monotonic()
+
+    def update(self, step: int) -> None:
+        waited = time.monotonic() - self._written
+        if waited < STATUS_INTERVAL_S or (step == self._run.status.step and waited < HEARTBEAT_S):
+            return
+        self._written = time.monotonic()
+        with contextlib.suppress(OSError):  # a full disk must not end a run that may still finish
+            self._run.update(step=step)
+
+
+class _Echo:
+    """Shows what a process writes to its log."""
+
+    def __init__(self, log: Path, progress: Progress) -> None:
+        self._log = log
+        self._progress = progress
+        self._offset = 0
+
+    def copy(self) -> None:
+        """Show the complete lines since the last call."""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            self._offset += end
+            for line in data[:end].decode("utf-8", errors="replace").splitlines():
+                self._progress.print(f"  {line}")

@@ -1,0 +1,139 @@
+"""Low-rank codec: a matrix travels as two thin factors.
+
+One step of power iteration per tensor (Optimus-CC, section 4; PowerSGD, arXiv 1905.13727): with M of n x m and a
+query Q of m x r, P = orthonormal basis of M Q, then Q = M^T P; what arrives is P Q^T, the projection of M onto
+span(P). The next tensor of the same origin starts from the Q before (warm start).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+
+_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns.
+
+    For a stage-to-stage message (sequence, micro-batch, hidden) rows are tokens and columns are hidden units.
+    """
+    if not shape:
+        return 1, 1
+    columns = shape[-1]
+    return math.prod(shape[:-1]), columns
+
+
+class LowRankState:
+    """The query of one origin, and the private generator that draws it."""
+
+    def __init__(self, seed_key: Sequence[int | str]) -> None:
+        digest = hashlib.sha256(repr(tuple(seed_key)).encode()).digest()
+        self._seed = int.from_bytes(digest[:7], "big")
+        self._first: torch.Tensor | None = None
+        self.draws = 0
+        self.query: torch.Tensor | None = None
+        """columns x rank, fp32: the second factor of the tensor before; None before the first one."""
+
+    def draw(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """A new random orthonormal query; the n-th draw of an origin is the same in every run and on every rank."""
+        self.draws += 1
+        return self._orthonormal(self.draws, shape, device)
+
+    def first(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """The query that this origin starts from."""
+        if self._first is None or self._first.shape != shape:
+            self._first = self._orthonormal(0, shape, device)
+        return self._first
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {"draws": torch.tensor(self.draws)}
+        if self.query is not None:
+            state["query"] = self.query
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.draws = int(state["draws"])
+        query = state.get("query")
+        self.query = None if query is None else query.clone()
+
+    def _orthonormal(self, index: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self._seed + index)
+        # A square Gaussian matrix can be badly conditioned, and what M Q loses no second factor brings back.
+        return torch.linalg.qr(torch.randn(shape, generator=generator, device=device))[0]
+
+
+class LowRank:
+    """See the module's docstring.
+
+    Args:
+        rank: columns of each factor, clamped to min(rows, columns), at which the result is exact up to rounding.
+        warm_start: start from the previous factor; if false each tensor gets a new random query.
+        wire_dtype: type in which the factors travel.
+    """
+
+    def __init__(
+        self, rank: int, warm_start: bool = True, wire_dtype: Literal["input", "fp32", "bf16", "fp16"] = "input"
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1, not {rank}")
+        self.rank = rank
+        self.warm_start = warm_start
+        self.wire_dtype = wire_dtype
+
+    def new_state(self, seed_key: Sequence[int | str]) -> LowRankState:
+        return LowRankState(seed_key)
+
+    def wire_format(self, shape: Sequence[int], dtype: torch.dtype) -> WireFormat:
+        rows, columns = matrix_shape(shape)
+        rank = min(self.rank, rows, columns)
+        wire_dtype = _WIRE_DTYPES.get(self.wire_dtype, dtype)
+        factors = (Part("left", (rows, rank), wire_dtype), Part("right", (columns, rank), wire_dtype))
+        return WireFormat(tuple(shape), dtype, factors, summable=False)
+
+    def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
+        """Encode ``tensor`` with the query in ``state``; without one, with the first query of an unnamed origin."""
+        if state is None:
+            state = self.new_state(())
+        assert isinstance(state, LowRankState)
+        wire = self.wire_format(tensor.shape, tensor.dtype)
+        data = wire.allocate(tensor.device)
+        if not data.numel():
+            return Payload(wire, data)
+        left, right = wire.unpack(data)
+        # Contiguous, because the rounding of a matrix product depends on strides.
+        matrix = tensor.contiguous().view(matrix_shape(tensor.shape)).float()
+        basis, _ = torch.linalg.qr(matrix @ self._query(state, matrix, left.shape[1]))
+        # What the receiver multiplies is the basis as it travels: project onto that, so that rounding it is seen here.
+        left.copy_(basis)
+        factor = matrix.t() @ left.float()
+        right.copy_(factor)
+        if self.warm_start:
+            # A non-finite tensor must not spoil the start of those after it. No branch: that would wait for the device.
+            state.query = torch.where(torch.isfinite(factor).all(), factor, torch.zeros_like(factor))
+        return Payload(wire, data)
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        if not payload.data.numel():
+            return payload.data.new_empty(payload.wire.shape, dtype=payload.wire.dtype)
+        left, right = payload.wire.unpack(payload.data)
+        return (left.float() @ right.float().t()).to(payload.wire.dtype).view(payload.wire.shape)
+
+    def _query(self, state: LowRankState, matrix: torch.Tensor, rank: int) -> torch.Tensor:
+        """columns x rank. A warm start is scaled to unit columns; columns that vanished start afresh."""
+        shape = (matrix.shape[1], rank)
+        if not self.warm_start:
+            return state.draw(shape, matrix.device)
+        first = state.first(shape, matrix.device)
+        if rank == shape[0] or state.query is None or state.query.shape != shape:
+            return first  # at full rank every orthonormal query sees all of the matrix: nothing to warm up
+        norms = torch.linalg.vector_norm(state.query, dim=0)
+        usable = norms > torch.finfo(norms.dtype).tiny
+        return torch.where(usable, state.query / norms.where(usable, 1.0), first)

@@ -1,0 +1,32 @@
+"""``codec``: what turns a tensor into the bytes that travel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from optimus_cc.config.schema import PositiveInt, strict
+
+
+@strict
+class IdentityConfig:
+    """No compression: the tensor travels as it is."""
+
+    name: Literal["identity"] = "identity"
+
+
+@strict
+class LowRankConfig:
+    """One step of power iteration: a matrix travels as two factors (Optimus-CC, 4; PowerSGD, 1905.13727)."""
+
+    name: Literal["low_rank"] = "low_rank"
+    rank: PositiveInt
+    """Columns of each factor. Lower: fewer bytes, larger residual. Above min(rows, columns) it is exact."""
+    warm_start: bool = True
+    """Start each power iteration from the factor of the message before; false: from a new random one."""
+    wire_dtype: Literal["input", "fp32", "bf16", "fp16"] = "input"
+    """Type in which the factors travel; ``input``: the message's own."""
+
+
+CodecConfig = Annotated[IdentityConfig | LowRankConfig, Field(discriminator="name")]

@@ -1,0 +1,40 @@
+"""``optimizer``: Megatron-core's optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from optimus_cc.config.errors import Problem
+from optimus_cc.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, strict
+
+
+@strict
+class OptimizerConfig:
+    name: Literal["adam", "sgd"] = "adam"
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where the decay ends."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Step at which the decay ends; null: training.steps."""
+    decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: NonNegativeFloat = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    """Of sgd."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.min_learning_rate > self.learning_rate:
+            yield Problem(
+                "optimizer.min_learning_rate",
+                self.min_learning_rate,
+                f"at most optimizer.learning_rate = {self.learning_rate}",
+                "lower the minimum",
+            )

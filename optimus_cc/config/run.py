@@ -1,0 +1,278 @@
+"""A whole run: all groups together, their cross-checks, and what of it makes the run's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from optimus_cc.config.cluster import ClusterConfig
+from optimus_cc.config.codec import IdentityConfig, LowRankConfig
+from optimus_cc.config.data import DataConfig, JsonLinesConfig
+from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.config.fingerprint import fingerprint
+from optimus_cc.config.launcher import LauncherConfig
+from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
+from optimus_cc.config.optimizer import OptimizerConfig
+from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.config.schema import Name, strict
+from optimus_cc.config.technique import TechniqueConfig
+from optimus_cc.config.tokenizer import TokenizerConfig
+from optimus_cc.config.tracking import TrackingConfig
+from optimus_cc.config.training import TrainingConfig
+from optimus_cc.config.type_problems import type_problems
+from optimus_cc.exposure import Schedule
+
+_UNSCIENTIFIC = {
+    "technique": {"name"},
+    "data": {"cache_dir", "path", "weights"},
+    "tokenizer": {"path", "vocab_file", "merges_file"},
+    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers"},
+}
+"""Keys of the scientific groups that do not change what a run computes, or that are replaced by a fingerprint."""
+
+
+@strict
+class TaskConfig:
+    name: Name
+
+
+@strict
+class RunConfig:
+    """One composed configuration."""
+
+    task: TaskConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    technique: TechniqueConfig
+    ablation: Name | None = None
+    """The ablation laid on top, if any; what it changed already stands in the other groups."""
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    cluster: ClusterConfig
+    launcher: LauncherConfig = LauncherConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    force: bool = False
+    """Run again though a finished run of the same identity is there."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step on one data-parallel rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            pipeline_parallel_size=self.parallel.pipeline_parallel_size,
+            num_chunks=self.parallel.num_chunks,
+            num_microbatches=self.num_microbatches,
+        )
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """(sequence, micro-batch, hidden) of one stage-to-stage message."""
+        return self.model.sequence_length, self.training.micro_batch_size, self.model.hidden_size
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain nested dict, JSON-compatible; :func:`load` reads it back."""
+        mapping: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
+        return mapping
+
+    def scientific(self) -> dict[str, Any]:
+        """What this run computes: the part of the configuration that its identity is made of.
+
+        Files are represented by what they hold, not by where they lie.
+        """
+        mapping = self.to_mapping()
+        science = {
+            group: {key: value for key, value in mapping[group].items() if key not in _UNSCIENTIFIC.get(group, ())}
+            for group in ("model", "parallel", "technique", "data", "tokenizer", "optimizer", "training")
+        }
+        science["technique"]["cb"].pop("default_rank")
+        science["model"].pop("cb_rank")
+        if not self.technique.cb.enabled:
+            science["technique"]["cb"] = {"enabled": False}
+        if isinstance(self.data, JsonLinesConfig):
+            science["data"]["files"] = [fingerprint(path) for path in self.data.paths]
+            science["data"]["weights"] = self.data.weights
+        if self.tokenizer.files:
+            science["tokenizer"]["files"] = [fingerprint(path) for path in self.tokenizer.files]
+        return science
+
+    @property
+    def run_id(self) -> str:
+        """Readable slug and a hash over :meth:`scientific`; under 100 bytes, safe as a folder's name."""
+        canonical = json.dumps(self.scientific(), sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
+        slug = "-".join((self.model.name, self.parallel.label, self.technique.label, f"s{self.training.seed}"))
+        return f"{slug[:88]}-{digest}"
+
+    def notices(self) -> list[str]:
+        """Things that are allowed but that the person who composed this should know before it starts."""
+        cb = self.technique.cb
+        lines: list[str] = []
+        if not cb.enabled:
+            return lines
+        if cb.compress_forward:
+            lines.append(
+                "technique.cb.compress_forward: activations are compressed too. The paper saw every such run "
+                "diverge (Optimus-CC, section 5); expect a worse perplexity."
+            )
+        if isinstance(cb.codec, LowRankConfig):
+            rows, columns = self.message_shape[0] * self.message_shape[1], self.message_shape[2]
+            rank = min(cb.codec.rank, rows, columns)
+            if rank * (rows + columns) >= rows * columns:
+                lines.append(
+                    f"technique.cb.codec.rank={cb.codec.rank}: two factors of rank {rank} are not smaller than a "
+                    f"{rows} x {columns} message, so nothing is saved."
+                )
+        if cb.lazy_error_propagation and cb.residual == "reset" and self._most_compressed_per_boundary() == 1:
+            lines.append(
+                "technique.cb.lazy_error_propagation: every boundary compresses one message per mini-batch, so no "
+                "residual reaches another message under technique.cb.residual=reset."
+            )
+        return lines
+
+    def _most_compressed_per_boundary(self) -> int:
+        cb = self.technique.cb
+        counts = self.schedule.compressed_counts(epilogue_only=cb.epilogue_only, flush=cb.flushes)
+        return max(counts.values(), default=0)
+
+    def problems(self) -> Iterator[Problem]:
+        """Everything wrong with this configuration, group by group and then across groups."""
+        for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer):
+            yield from group.problems()
+        yield from self._layout_problems()
+        yield from self._batch_problems()
+        yield from self._optimizer_problems()
+
+    def _layout_problems(self) -> Iterator[Problem]:
+        parallel, model = self.parallel, self.model
+        tp, virtual_stages = parallel.tensor_parallel_size, parallel.num_virtual_stages
+        if model.num_layers % virtual_stages:
+            yield Problem(
+                "model.num_layers",
+                model.num_layers,
+                f"a multiple of parallel.pipeline_parallel_size x parallel.num_chunks = {virtual_stages}",
+                f"model.num_layers={-(-model.num_layers // virtual_stages) * virtual_stages}, or fewer stages",
+            )
+        for key, size in (
+            ("model.num_attention_heads", model.num_attention_heads),
+            ("model.ffn_hidden_size", model.ffn_width),
+        ):
+            if size % tp:
+                yield Problem(
+                    key,
+                    size,
+                    f"a multiple of parallel.tensor_parallel_size = {tp}",
+                    "choose a tensor_parallel_size that divides it",
+                )
+        if VOCABULARY_MULTIPLE % tp:
+            yield Problem(
+                "parallel.tensor_parallel_size",
+                tp,
+                f"a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded",
+                "use a power of two",
+            )
+        if parallel.world_size > self.cluster.num_ranks:
+            yield Problem(
+                "parallel",
+                f"{parallel.label} ({parallel.world_size} ranks)",
+                f"at most {self.cluster.num_ranks} ranks: cluster={self.cluster.name} has "
+                f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
+                "choose a smaller layout, or raise cluster.ranks_per_node",
+            )
+        if self.task.name == "train" and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+            yield Problem(
+                "cluster.num_nodes",
+                self.cluster.num_nodes,
+                "1 with launcher=local, which starts ranks on this machine only",
+                "cluster=local",
+            )
+
+    def _batch_problems(self) -> Iterator[Problem]:
+        training, parallel = self.training, self.parallel
+        per_step = training.micro_batch_size * parallel.data_parallel_size
+        if training.global_batch_size % per_step:
+            yield Problem(
+                "training.global_batch_size",
+                training.global_batch_size,
+                f"a multiple of training.micro_batch_size x parallel.data_parallel_size = {per_step}",
+                f"training.global_batch_size={-(-training.global_batch_size // per_step) * per_step}",
+            )
+            return  # the checks below need a whole number of micro-batches
+        stages = parallel.pipeline_parallel_size
+        if parallel.num_chunks > 1 and stages > 1 and self.num_microbatches % stages:
+            yield Problem(
+                "training.global_batch_size",
+                training.global_batch_size,
+                f"micro-batches per step ({self.num_microbatches}) in multiples of parallel.pipeline_parallel_size = "
+                f"{stages} for the interleaved schedule",
+                f"training.global_batch_size={-(-self.num_microbatches // stages) * stages * per_step}",
+            )
+            return
+        yield from self._technique_problems()
+
+    def _technique_problems(self) -> Iterator[Problem]:
+        cb = self.technique.cb
+        if not cb.enabled:
+            return
+        if self.parallel.pipeline_parallel_size == 1:
+            yield Problem(
+                "technique.cb.enabled",
+                True,
+                "parallel.pipeline_parallel_size above 1: with one stage there are no stage-to-stage messages",
+                "parallel=pp4, or technique=baseline",
+            )
+            return
+        if isinstance(cb.codec, IdentityConfig):
+            yield Problem(
+                "technique.cb.codec",
+                cb.codec.name,
+                "a codec that compresses, while technique.cb.enabled is true",
+                "codec@technique.cb.codec=low_rank, or technique=baseline",
+            )
+        if cb.flushes and not cb.compress_forward and self._most_compressed_per_boundary() == 0:
+            yield Problem(
+                "technique.cb.residual",
+                cb.residual,
+                "carry or reset: every boundary compresses one message per mini-batch here, and flush sends that "
+                "one uncompressed, so nothing would be compressed",
+                "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
+            )
+
+    def _optimizer_problems(self) -> Iterator[Problem]:
+        end = self.optimizer.decay_steps or self.training.steps
+        if self.optimizer.warmup_steps >= end:
+            yield Problem(
+                "optimizer.warmup_steps",
+                self.optimizer.warmup_steps,
+                f"below the end of the decay, {end} steps",
+                f"optimizer.warmup_steps={end // 10}, or raise training.steps or optimizer.decay_steps",
+            )
+
+
+_ADAPTER: TypeAdapter[RunConfig] = TypeAdapter(RunConfig)
+
+
+def load(mapping: Mapping[str, Any]) -> RunConfig:
+    """Check a composed configuration and make it typed.
+
+    Raises:
+        ConfigError: with every problem found; types first, then combinations.
+    """
+    try:
+        config = _ADAPTER.validate_json(json.dumps(mapping))
+    except ValidationError as error:
+        raise ConfigError(type_problems(mapping, error.errors(include_url=False))) from None
+    problems = list(config.problems())
+    if problems:
+        raise ConfigError(problems)
+    return config

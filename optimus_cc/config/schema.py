@@ -1,0 +1,21 @@
+"""How the configuration dataclasses are declared: keyword-only, immutable, strictly typed, no unknown keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+strict = partial(dataclass, kw_only=True, frozen=True, config=ConfigDict(extra="forbid", strict=True))
+"""Decorator for every configuration dataclass."""
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A share in [0, 1)."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]*$", max_length=40)]
+"""A name that may stand in a folder's name."""

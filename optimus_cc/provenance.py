@@ -1,0 +1,112 @@
+"""Where a run came from: the code's commit and its uncommitted changes, versions, machine, person, command."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "optimus-cc",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "tokenizers",
+    "wandb",
+)
+"""Whose versions are recorded, where installed."""
+
+
+def utc_now() -> str:
+    """ISO 8601, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True)
+class CodeVersion:
+    """State of the repository that the code runs from."""
+
+    commit: str | None = None
+    """None: the code isn't in a repository, or nothing was committed yet."""
+    dirty: bool = False
+    diff: str = ""
+    """Uncommitted changes of tracked files."""
+    untracked: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return f"{(self.commit or 'unknown')[:10]}{' with uncommitted changes' if self.dirty else ''}"
+
+
+def code_version() -> CodeVersion:
+    """State of the repository that this file is tracked in."""
+    source = Path(__file__).resolve()
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return CodeVersion()  # installed from a wheel, perhaps inside somebody else's repository
+    root = source.parent.parent
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    diff = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
+    untracked = tuple((_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines())
+    return CodeVersion(commit and commit.strip(), bool(diff or untracked), diff, untracked)
+
+
+def collect(code: CodeVersion) -> dict[str, Any]:
+    """Everything but the diff, ready for provenance.json."""
+    return {
+        "created": utc_now(),
+        "git": {"commit": code.commit, "dirty": code.dirty, "untracked": list(code.untracked[:100])},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": installed_versions(),
+        "host": socket.gethostname(),
+        "user": _user(),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "working_directory": os.getcwd(),
+    }
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of :data:`PACKAGES`, read from their metadata; nothing is imported."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command; None if it failed."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            timeout=60,
+            check=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.decode("utf-8", errors="replace")
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return None  # a container whose user id has no name

@@ -1,0 +1,463 @@
+"""The run folder: everything a run leaves behind, and the rules by which a folder is started, kept or refused.
+
+``runs/<id>/`` holds
+
+- ``config.yaml``      the resolved configuration, frozen when the attempt starts
+- ``provenance.json``  commit, versions, machine, command; ``provenance.diff`` beside it if there were changes
+- ``status.json``      :class:`Status`
+- ``metrics.jsonl``    one JSON object per record, with ``kind`` and ``step`` (see :mod:`optimus_cc.records`)
+- ``summary.json``     the result, written by the trainer when it is through
+- ``logs/``            ``rank_N.log`` and what ranks report to their supervisor
+- ``checkpoints/``, ``evaluation/``
+- ``attempts/N/``      logs and metrics of attempts that did not finish
+- ``previous/N/``      finished results that ``force=true`` set aside
+
+Readers never raise because of what a folder holds or lacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from optimus_cc import provenance
+from optimus_cc.provenance import utc_now
+from optimus_cc.records import (
+    append_json_line,
+    from_json,
+    last_json_line,
+    read_json_lines,
+    read_json_object,
+    replace_file,
+    to_json,
+)
+
+if TYPE_CHECKING:
+    from optimus_cc.config import RunConfig
+
+State = Literal["queued", "running", "preempted", "cancelled", "failed", "finished"]
+
+HEARTBEAT_S = 10.0
+"""A running run's status is renewed at least this often."""
+STALE_S = 120.0
+"""A running status older than this has no owner any more."""
+
+
+class RunFailed(RuntimeError):
+    """A run that did not finish. ``str()`` is ready to print; ``cause`` is its first line, without the log."""
+
+    state: State = "failed"
+    exit_code = 1
+
+    def __init__(self, cause: str, details: str = "") -> None:
+        super().__init__(cause, details)
+        self.cause = cause
+        self.details = details
+
+    def __str__(self) -> str:
+        return f"{self.cause}\n{self.details}" if self.details else self.cause
+
+
+class RunCancelled(RunFailed):
+    """Ended at once, because somebody asked for it."""
+
+    state: State = "cancelled"
+    exit_code = 130
+
+
+class RunPreempted(RunFailed):
+    """Ended at a step boundary, because somebody asked for it; can go on later."""
+
+    state: State = "preempted"
+    exit_code = 75
+
+
+class RunBusy(RunFailed):
+    """Another process runs this run."""
+
+
+class RunConflict(RunFailed):
+    """The folder holds another experiment under the same id, or something that isn't a run."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, as its supervisor last said."""
+
+    state: State
+    cause: str | None = None
+    """Why it ended, in one line."""
+    step: int = 0
+    total_steps: int | None = None
+    started: str | None = None
+    """UTC, ISO 8601; start of this attempt."""
+    updated: str | None = None
+    pid: int | None = None
+    """The supervisor's."""
+    host: str | None = None
+    restarts: int = 0
+
+    @property
+    def abandoned(self) -> bool:
+        """It says running, but its supervisor is gone."""
+        if self.state != "running":
+            return False
+        if self.host == socket.gethostname() and self.pid is not None and not _process_exists(self.pid):
+            return True
+        age = _age_s(self.updated)
+        return age is None or age > STALE_S
+
+    @property
+    def owner(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunFolder:
+    """Reads and writes one folder. Making one touches nothing; :func:`claim` starts a run in it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.provenance_path = self.path / "provenance.json"
+        self.diff_path = self.path / "provenance.diff"
+        self.status_path = self.path / "status.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluation = self.path / "evaluation"
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    # What readers get.
+
+    def exists(self) -> bool:
+        """Whether this looks like a run's folder at all."""
+        return self.config_path.is_file() or self.status_path.is_file()
+
+    def config(self) -> dict[str, Any] | None:
+        """The frozen configuration, for :func:`optimus_cc.config.load`."""
+        import yaml
+
+        try:
+            value = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def provenance(self) -> dict[str, Any] | None:
+        return read_json_object(self.provenance_path)
+
+    def status(self) -> Status | None:
+        record = read_json_object(self.status_path)
+        return None if record is None else _parse_status(record)
+
+    def summary(self) -> dict[str, Any] | None:
+        return read_json_object(self.summary_path)
+
+    def metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """Records in the order they were written; only those of one kind, if given."""
+        for record in read_json_lines(self.metrics_path):
+            if kind is None or record.get("kind") == kind:
+                yield record
+
+    def latest(self, kind: str) -> dict[str, Any] | None:
+        """The newest record of a kind, without reading the whole file."""
+        return last_json_line(self.metrics_path, kind=kind)
+
+    # What the owner of a run writes.
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        append_json_line(self.metrics_path, record)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        replace_file(self.summary_path, to_json(summary, indent=2) + "\n")
+
+    def write_status(self, status: Status) -> Status:
+        """Replace the status; ``updated`` becomes now."""
+        status = replace(status, updated=utc_now())
+        replace_file(self.status_path, to_json(asdict(status), indent=2) + "\n")
+        return status
+
+
+@dataclass
+class Claim:
+    """The right to run one id. Use it in a ``with`` statement: others are locked out until it ends."""
+
+    folder: RunFolder
+    status: Status
+    finished: bool = False
+    """A finished run is there and nothing is to be done."""
+    notes: tuple[str, ...] = ()
+    """What was found and what was done about it, a line each."""
+    _lock: int | None = None
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the status, in the folder too."""
+        self.status = self.folder.write_status(replace(self.status, **changes))
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def claim(config: RunConfig) -> Claim:
+    """Take the folder of a configuration, by the rules for folders that are there already.
+
+    A finished run is not run again unless ``config.force``; then its results move to ``previous/``. An unfinished one
+    starts again; its logs and metrics move to ``attempts/``. Nothing is deleted.
+
+    Raises:
+        RunBusy: another process runs it; the message says which.
+        RunConflict: the folder holds another configuration under the same id.
+        RunFailed: the folder can't be written.
+    """
+    folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+    code = provenance.code_version()
+    try:
+        if not config.force and (done := _finished(folder, config, code)):
+            return done
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+        try:
+            if not config.force and (done := _finished(folder, config, code)):
+                os.close(lock)  # it finished while this process waited for nothing
+                return done
+            return _start(folder, config, code, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+    except OSError as error:
+        raise RunFailed(f"the run folder {folder.path} can't be written: {error.strerror or error}") from error
+
+
+def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Logical and wire bytes that all ranks send in one step, by traffic class, of a summary or a training record.
+
+    What a damaged record lacks is left out.
+    """
+    classes = record.get("traffic")
+    found: dict[str, dict[str, float]] = {}
+    for name, counts in classes.items() if isinstance(classes, Mapping) else ():
+        if not isinstance(counts, Mapping):
+            continue
+        # A summary holds totals under the plain names; a training record holds the step's own bytes there.
+        suffix = "" if record.get("kind") == "train" else "_per_step"
+        values = {kind: counts.get(f"{kind}{suffix}") for kind in ("logical_bytes", "wire_bytes")}
+        if all(isinstance(value, (int, float)) for value in values.values()):
+            found[str(name)] = {kind: float(value) for kind, value in values.items() if value is not None}
+    return found
+
+
+def _finished(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion) -> Claim | None:
+    status = folder.status()
+    if status is None or status.state != "finished":
+        return None
+    _check_same_experiment(folder, config)
+    notes = [f"{folder.run_id} is finished already and is not run again; force=true runs it again"]
+    made_by = (folder.provenance() or {}).get("git")
+    made_by = made_by if isinstance(made_by, dict) else {}
+    then = provenance.CodeVersion(made_by.get("commit"), bool(made_by.get("dirty")))
+    if then.commit != code.commit or then.dirty or code.dirty:
+        notes.append(f"it was made by code at commit {then.label}; the code is now at {code.label}")
+    if folder.summary() is None:
+        notes.append(f"its summary can't be read: {folder.summary_path}")
+    return Claim(folder, status, finished=True, notes=tuple(notes))
+
+
+def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+    _check_same_experiment(folder, config)
+    found = folder.status()
+    notes: list[str] = []
+    restarts = 0
+    if found is not None and found.state == "finished":
+        place = _set_aside(folder, "previous", keep=(".lock", "previous"))
+        notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
+    elif found is None or found.state != "queued":
+        # When runs resume from checkpoints, metrics.jsonl stays in place here and is cut after the checkpoint's step.
+        place = _set_aside(folder, "attempts", keep=(".lock", "attempts", "previous", "checkpoints", "evaluation"))
+        if place is not None:
+            restarts = 1 + (found.restarts if found else 0)
+            notes.append(f"{_describe_end(folder, found)}: starting again; its logs and metrics are kept in {place}")
+    folder.logs.mkdir(exist_ok=True)
+    replace_file(folder.config_path, _yaml(config.to_mapping()))
+    if code.diff:
+        replace_file(folder.diff_path, code.diff)
+    record = {
+        "run_id": config.run_id,
+        **provenance.collect(code),
+        "diff": folder.diff_path.name if code.diff else None,
+        "scientific": config.scientific(),
+    }
+    replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
+    claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
+    claimed.update(
+        state="running",
+        total_steps=config.training.steps,
+        started=utc_now(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        restarts=restarts,
+    )
+    return claimed
+
+
+def _describe_end(folder: RunFolder, found: Status | None) -> str:
+    if found is None:
+        return f"{folder.run_id} was begun but left no status"
+    if found.state == "running":
+        return f"{folder.run_id} was running until its supervisor ({found.owner}) died at step {found.step}"
+    if found.cause is None or found.cause.startswith(found.state):
+        return f"{folder.run_id} was {found.cause or found.state} at step {found.step}"
+    return f"{folder.run_id} {found.state} at step {found.step} ({found.cause})"
+
+
+def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
+    """A folder's name holds a short hash only, and folders can be copied or edited."""
+    there = _recorded_science(folder)
+    here = from_json(to_json(config.scientific()))
+    if there is None or there == here:
+        return
+    differences = sorted(_differences(there, here))
+    raise RunConflict(
+        f"{folder.path} holds another experiment under the same id",
+        "\n".join(f"    {line}" for line in differences[:10]) + "\n  Move that folder away, or set runs_dir=FOLDER.",
+    )
+
+
+def _recorded_science(folder: RunFolder) -> dict[str, Any] | None:
+    """What the run in a folder computes; None if there is no run in it."""
+    recorded = (folder.provenance() or {}).get("scientific")
+    if isinstance(recorded, dict):
+        return recorded
+    if not folder.config_path.exists():
+        return None
+    from optimus_cc.config import load
+
+    try:
+        science: dict[str, Any] = from_json(to_json(load(folder.config() or {}).scientific()))
+    except (ValueError, OSError, TypeError):
+        raise RunConflict(
+            f"{folder.path} holds a config.yaml that can't be read as a run's",
+            "  Move that folder away, or set runs_dir=FOLDER.",
+        ) from None
+    return science
+
+
+def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in there.keys() | here.keys():
+            yield from _differences(there.get(name), here.get(name), f"{key}.{name}" if key else name)
+    elif there != here:
+        yield f"{key}: {there!r} in the folder, {here!r} asked for"
+
+
+def _set_aside(folder: RunFolder, kind: str, keep: Iterable[str]) -> Path | None:
+    """Move a folder's content into the next free ``<kind>/<n>/``; the status last, so that a crash changes no state."""
+    entries = [entry for entry in folder.path.iterdir() if entry.name not in keep]
+    if not entries:
+        return None
+    base = folder.path / kind
+    base.mkdir(exist_ok=True)
+    taken = [int(entry.name) for entry in base.iterdir() if entry.name.isdigit()]
+    place = base / str(max(taken, default=0) + 1)
+    place.mkdir()
+    for entry in sorted(entries, key=lambda entry: entry == folder.status_path):
+        shutil.move(entry, place / entry.name)
+    return place
+
+
+def _lock(folder: RunFolder) -> int:
+    """File descriptor that holds the folder's lock; the kernel lets go when this process ends, however it ends."""
+    path = folder.path / ".lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode("utf-8", errors="replace").strip() or "another process"
+            raise RunBusy(f"{folder.run_id} is being run by {holder} already; its folder is {folder.path}") from None
+        except OSError:
+            # No locks on this file system: the status has to tell.
+            if (status := folder.status()) and status.state == "running" and not status.abandoned:
+                raise _busy(folder, status) from None
+        status = folder.status()
+        if status and status.state == "running" and status.host != socket.gethostname() and not status.abandoned:
+            raise _busy(folder, status)  # locks may not reach other hosts
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _busy(folder: RunFolder, status: Status) -> RunBusy:
+    return RunBusy(
+        f"{folder.run_id} is being run by {status.owner} already; its folder is {folder.path}",
+        f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
+        f"{STALE_S:.0f} s.",
+    )
+
+
+def _parse_status(record: Mapping[str, Any]) -> Status | None:
+    known = {field.name: record[field.name] for field in fields(Status) if field.name in record}
+    if known.get("state") not in get_args(State):
+        return None
+    for name, kinds in (
+        ("cause", (str, type(None))),
+        ("step", (int,)),
+        ("total_steps", (int, type(None))),
+        ("started", (str, type(None))),
+        ("updated", (str, type(None))),
+        ("pid", (int, type(None))),
+        ("host", (str, type(None))),
+        ("restarts", (int,)),
+    ):
+        if name in known and not isinstance(known[name], kinds):
+            del known[name]
+    return Status(**known)
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _age_s(moment: str | None) -> float | None:
+    try:
+        return time.time() - datetime.fromisoformat(moment or "").timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _yaml(mapping: Mapping[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(dict(mapping), sort_keys=False, allow_unicode=True)
+    return text

@@ -1,0 +1,110 @@
+"""The device, the process groups and the random state of one rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from optimus_cc.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where this rank computes and how it talks to the others."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    control_group: dist.ProcessGroup
+    """All ranks, over gloo: small values on the CPU that must not wait for the device."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def start(config: RunConfig) -> Backend:
+    """Join the world that the launcher describes in the environment and set up Megatron-core's process groups.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, OPTIMUS_CC_DEVICE (``cpu`` or ``cuda``; default: CUDA where there is one)
+    and OPTIMUS_CC_RENDEZVOUS (an init_method; default: MASTER_ADDR and MASTER_PORT).
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = _device(config)
+    timeout = timedelta(seconds=config.training.timeout_s)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=os.environ.get("OPTIMUS_CC_RENDEZVOUS", "env://"),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    join(config)
+    # Small values on the CPU, apart from the device's communicator.
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Backend(device=device, rank=rank, world_size=world_size, control_group=control)
+
+
+def join(config: RunConfig) -> None:
+    """Make Megatron-core's process groups in an initialised world, and set the random state."""
+    from megatron.core import parallel_state
+
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.num_chunks if parallel.num_chunks > 1 else None,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(config.training.timeout_s / 60)),
+    )
+    seed_everything(config.training.seed)
+
+
+def stop() -> None:
+    """Leave the world. Not called after a failure: the other ranks may be gone."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Random state as Megatron-LM sets it: stages differ, tensor-parallel ranks agree where they must."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _device(config: RunConfig) -> torch.device:
+    wanted = os.environ.get("OPTIMUS_CC_DEVICE", config.training.device)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    from optimus_cc.training import cpu
+
+    cpu.enable()
+    return torch.device("cpu")

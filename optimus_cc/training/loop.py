@@ -1,0 +1,350 @@
+"""The pre-training loop on Megatron-core: steps, validation, metrics."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from optimus_cc.communication.attach import Attachment, attach
+from optimus_cc.communication.traffic import TRAFFIC_CLASSES, TrafficMeter
+from optimus_cc.config import RunConfig
+from optimus_cc.training.backend import Backend
+from optimus_cc.training.model import build_model
+from optimus_cc.training.optimizer import build_optimizer
+
+Batch = dict[str, torch.Tensor]
+BatchSource = Callable[[int], Iterator[Batch]]
+"""From a first step on, an endless run of micro-batches of this data-parallel rank, each [micro_batch, sequence]."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """The training loss is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Training ended early at a step boundary because it was asked to."""
+
+    step: int
+
+
+class StopRequest:
+    """SIGTERM and SIGUSR2 ask for an orderly stop; the loop looks at a step boundary, where ranks can agree."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+
+@dataclass
+class Trainer:
+    """One rank's model, optimizer and plan, and how they take a step.
+
+    Build with :meth:`build`, inside an initialised world.
+    """
+
+    config: RunConfig
+    backend: Backend
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    attachment: Attachment
+    padded_vocabulary: int
+    step: int = field(default=0, init=False)
+    """Optimizer steps taken."""
+
+    @classmethod
+    def build(cls, config: RunConfig, backend: Backend, padded_vocabulary: int) -> Trainer:
+        meter = TrafficMeter.for_megatron()
+        meter.observe()
+        model = build_model(config, backend, padded_vocabulary)
+        optimizer, scheduler = build_optimizer(config, model)
+        transformer = model[0].config
+        transformer.grad_scale_func = optimizer.scale_loss
+        transformer.finalize_model_grads_func = finalize_model_grads
+        if config.parallel.overlap_grad_reduce:
+            transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+        attachment = attach(config.technique, model, seed=config.training.seed, meter=meter)
+        return cls(config, backend, model, optimizer, scheduler, attachment, padded_vocabulary)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.config.model.num_parameters(self.padded_vocabulary)
+
+    def train_step(self, batches: Sequence[Iterator[Batch]]) -> tuple[torch.Tensor, float]:
+        """One optimizer step.
+
+        Args:
+            batches: micro-batches for each chunk of this rank.
+
+        Returns:
+            the mean loss of this rank's micro-batches (zero where there is no last stage), still on the device,
+            and the global gradient norm before clipping.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(batches, self.config.num_microbatches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        self.step += 1
+        return self._mean(losses), 0.0 if grad_norm is None else float(grad_norm)
+
+    def validate(self, batches: Sequence[Iterator[Batch]], num_batches: int) -> tuple[float, int]:
+        """Mean loss per token over ``num_batches`` global batches of the validation set, and how many tokens."""
+        for chunk in self.model:
+            chunk.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
+        with torch.no_grad():
+            for _ in range(num_batches):
+                losses = self._forward_backward(batches, self.config.num_microbatches, forward_only=True)
+                if losses:
+                    total += torch.stack([loss["loss"] for loss in losses]).double().sum()
+        for chunk in self.model:
+            chunk.train()
+        microbatches = num_batches * self.config.num_microbatches * self.config.parallel.data_parallel_size
+        tokens = microbatches * self.config.training.micro_batch_size * self.config.model.sequence_length
+        loss = self.sum_over_ranks([self._on_one_rank(float(total))])[0] / microbatches
+        return loss, tokens
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, in double precision, on the CPU."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.backend.control_group)
+        return tensor.tolist()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank; every rank gets the same answer."""
+        tensor = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.backend.control_group)
+        return bool(tensor.item())
+
+    def mean_loss(self, loss: torch.Tensor) -> float:
+        """Mean over data-parallel ranks of the last stage's ``loss``; the same on every rank."""
+        return self.sum_over_ranks([self._on_one_rank(float(loss))])[0] / self.config.parallel.data_parallel_size
+
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _on_one_rank(self, value: float) -> float:
+        """``value`` on the one rank of each tensor-parallel group of last stages that speaks for it, elsewhere 0."""
+        speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        return value if speaks else 0.0
+
+    def _mean(self, losses: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        if not losses:
+            return torch.zeros((), device=self.backend.device)
+        return torch.stack([loss["loss"] for loss in losses]).mean()
+
+    def _forward_backward(
+        self, batches: Sequence[Iterator[Batch]], num_microbatches: int, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        result: list[dict[str, torch.Tensor]] = self.attachment.forward_backward_func(
+            forward_step_func=self._forward_step,
+            data_iterator=list(batches) if len(self.model) > 1 else batches[0],
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=num_microbatches,
+            seq_length=self.config.model.sequence_length,
+            micro_batch_size=self.config.training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return result
+
+    def _forward_step(self, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = {name: value.to(self.backend.device, non_blocking=True) for name, value in next(batches).items()}
+        output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+        return output, functools.partial(_loss, batch.get("loss_mask"))
+
+    def batches_for_chunks(self, source: BatchSource, start_step: int) -> list[Iterator[Batch]]:
+        """For each chunk of this rank: micro-batches where it is the first or the last stage, else empty ones."""
+        first_rank = parallel_state.is_pipeline_first_stage()
+        last_rank = parallel_state.is_pipeline_last_stage()
+        chunks = len(self.model)
+        return [
+            source(start_step)
+            if (first_rank and chunk == 0) or (last_rank and chunk == chunks - 1)
+            else itertools.repeat({})
+            for chunk in range(chunks)
+        ]
+
+
+def _loss(loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over the micro-batch's tokens of the per-token loss [micro_batch, sequence]."""
+    assert loss_mask is not None
+    loss = (output.float() * loss_mask).sum() / loss_mask.sum()
+    # The schedule divides the loss in place by the number of micro-batches.
+    return loss, {"loss": loss.detach().clone()}
+
+
+def run(
+    trainer: Trainer,
+    train_batches: BatchSource,
+    validation_batches: BatchSource,
+    record: Callable[[dict[str, Any]], None],
+    heartbeat: Callable[[], None] = lambda: None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any] | Stopped:
+    """Train to the configured number of steps, or until asked to stop.
+
+    Args:
+        record: takes each metrics record; called on every rank with the same values.
+        heartbeat: called at least once a step.
+
+    Returns:
+        the summary, or where training stopped.
+
+    Raises:
+        NonFiniteLoss: on every rank, unless training.on_nonfinite_loss is ``continue``.
+    """
+    training = trainer.config.training
+    history = _History(trainer)
+    batches = trainer.batches_for_chunks(train_batches, trainer.step)
+    history.start_interval()
+    while trainer.step < training.steps:
+        loss, grad_norm = trainer.train_step(batches)
+        heartbeat()
+        last = trainer.step == training.steps
+        if trainer.step % training.log_interval == 0 or last:
+            values = history.train_record(loss, grad_norm)
+            record(values)
+            if not math.isfinite(values["loss"]) and training.on_nonfinite_loss == "stop":
+                raise NonFiniteLoss(
+                    f"the training loss became {values['loss']} at step {trainer.step} (gradient norm {grad_norm:.4g}, "
+                    f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on regardless"
+                )
+        if trainer.any_rank(stop is not None and stop.requested):
+            return Stopped(trainer.step)
+        if trainer.step % training.validation_interval == 0 or last:
+            record(history.validation_record(validation_batches))
+            heartbeat()
+            history.start_interval()
+    return history.summary()
+
+
+class _History:
+    """Turns what happens into records, and records into a summary."""
+
+    WARM_UP_STEPS = 5
+    """Steps left out of step-time statistics: the first ones allocate and compile."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._began = time.perf_counter()
+        self._step_times: list[float] = []
+        self._traffic: dict[str, list[float]] = {name: [0.0, 0.0] for name in TRAFFIC_CLASSES}
+        self._traffic_steps = 0
+        self._validation: dict[str, Any] = {}
+        self._last_loss = math.nan
+        self._mark = (0.0, 0)
+        # What building the model sent is not part of any step.
+        trainer.attachment.traffic()
+
+    def start_interval(self) -> None:
+        self._trainer.backend.synchronize()
+        self._mark = (time.perf_counter(), self._trainer.step)
+
+    def train_record(self, loss: torch.Tensor, grad_norm: float) -> dict[str, Any]:
+        trainer = self._trainer
+        self._last_loss = trainer.mean_loss(loss)
+        trainer.backend.synchronize()
+        began, first_step = self._mark
+        steps = trainer.step - first_step
+        step_time = (time.perf_counter() - began) / steps
+        if trainer.step > self.WARM_UP_STEPS:
+            self._step_times.append(step_time)
+        tokens = trainer.config.training.global_batch_size * trainer.config.model.sequence_length
+        flops = trainer.config.model.flops_per_token(trainer.padded_vocabulary) * tokens
+        record = {
+            "kind": "train",
+            "step": trainer.step,
+            "loss": self._last_loss,
+            "perplexity": perplexity(self._last_loss),
+            "grad_norm": grad_norm,
+            "learning_rate": trainer.learning_rate(),
+            "tokens_per_s": tokens / step_time,
+            "tflop_per_s_per_rank": flops / step_time / trainer.backend.world_size / 1e12,
+            "step_time_s": step_time,
+            "traffic": self._traffic_per_step(steps),
+        }
+        self.start_interval()
+        return record
+
+    def validation_record(self, source: BatchSource) -> dict[str, Any]:
+        trainer = self._trainer
+        began = time.perf_counter()
+        batches = trainer.batches_for_chunks(source, 0)
+        loss, tokens = trainer.validate(batches, trainer.config.training.validation_batches)
+        self._validation = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens}
+        trainer.attachment.traffic()  # validation is not part of any training step
+        return {
+            "kind": "validation",
+            "step": trainer.step,
+            **self._validation,
+            "wall_s": time.perf_counter() - began,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        trainer = self._trainer
+        times = sorted(self._step_times)
+        step_time = None
+        if times:
+            step_time = {
+                "mean": statistics.fmean(times),
+                "median": statistics.median(times),
+                "p95": times[min(len(times) - 1, int(0.95 * len(times)))],
+            }
+        tokens = trainer.config.training.global_batch_size * trainer.config.model.sequence_length
+        return {
+            "steps": trainer.step,
+            "parameters": trainer.num_parameters,
+            "train": {"loss": self._last_loss, "perplexity": perplexity(self._last_loss)},
+            "validation": self._validation,
+            "step_time_s": step_time,
+            "tokens_per_s": tokens / step_time["median"] if step_time else None,
+            "traffic": {
+                name: {
+                    "logical_bytes_per_step": logical / self._traffic_steps,
+                    "wire_bytes_per_step": wire / self._traffic_steps,
+                    "logical_bytes": logical,
+                    "wire_bytes": wire,
+                }
+                for name, (logical, wire) in self._traffic.items()
+            },
+            "wall_s": time.perf_counter() - self._began,
+        }
+
+    def _traffic_per_step(self, steps: int) -> dict[str, dict[str, float]]:
+        """Bytes that all ranks together sent in a step, by class: the mean over the interval."""
+        counts = self._trainer.attachment.traffic()
+        mine = [value for name in TRAFFIC_CLASSES for value in (counts[name].logical_bytes, counts[name].wire_bytes)]
+        totals = self._trainer.sum_over_ranks(mine)
+        self._traffic_steps += steps
+        per_step: dict[str, dict[str, float]] = {}
+        for index, name in enumerate(TRAFFIC_CLASSES):
+            logical, wire = totals[2 * index], totals[2 * index + 1]
+            self._traffic[name][0] += logical
+            self._traffic[name][1] += wire
+            per_step[name] = {"logical_bytes": logical / steps, "wire_bytes": wire / steps}
+        return per_step
+
+
+def perplexity(loss: float) -> float:
+    """Token perplexity of a mean loss per token (nats)."""
+    return math.exp(loss) if loss < 700 else math.inf

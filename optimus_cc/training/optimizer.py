@@ -1,0 +1,48 @@
+"""Megatron-core's optimizer and learning-rate schedule from a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from optimus_cc.config import RunConfig
+
+
+def build_optimizer(
+    config: RunConfig, model: Sequence[torch.nn.Module]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of this rank's parameters, and its schedule counted in optimizer steps."""
+    ours = config.optimizer
+    bf16 = config.training.precision == "bf16"
+    settings = OptimizerConfig(
+        optimizer=ours.name,
+        lr=ours.learning_rate,
+        min_lr=ours.min_learning_rate,
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.beta1,
+        adam_beta2=ours.beta2,
+        adam_eps=ours.epsilon,
+        sgd_momentum=ours.momentum,
+        clip_grad=ours.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=ours.learning_rate,
+        min_lr=ours.min_learning_rate,
+        lr_warmup_steps=ours.warmup_steps,
+        lr_decay_steps=ours.decay_steps or config.training.steps,
+        lr_decay_style=ours.decay_style,
+        start_wd=ours.weight_decay,
+        end_wd=ours.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,65 @@
+"""The one entry point: composes a configuration, checks it and hands it to its task. See ``python run.py --help``."""
+
+import os
+import sys
+from typing import Any
+
+from hydra import version
+from hydra._internal.utils import _run_hydra
+from omegaconf import DictConfig
+
+from optimus_cc import tasks
+from optimus_cc.config import ConfigError, compose
+
+
+def job(composed: DictConfig) -> dict[str, Any]:
+    """One run. Hydra calls this, once or for each run of a sweep."""
+    from optimus_cc.config import load
+    from optimus_cc.runs import RunFailed
+
+    config = load(compose.plain(composed))
+    try:
+        return tasks.resolve(config.task.name)(config)
+    except RunFailed as failure:
+        print(failure, file=sys.stderr)
+        if failure.state != "failed":
+            sys.exit(failure.exit_code)  # somebody asked for an end: the rest of a sweep ends too
+        raise
+
+
+def main() -> int:
+    version.setbase(compose.HYDRA_VERSION)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here as they are
+    try:
+        arguments, parser = compose.parse(sys.argv[1:])
+        information = compose.asks_for_information(arguments)
+        if not information:
+            compose.compose(arguments)  # every run of a sweep is right, or none starts
+        try:
+            _run_hydra(
+                args=arguments,
+                args_parser=parser,
+                task_function=job,
+                config_path=str(compose.CONF),
+                config_name=compose.PRIMARY,
+            )
+        except compose.MISTAKES as error:
+            if not information or isinstance(error, ConfigError):
+                raise
+            raise compose.explain(arguments, error) from None
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from optimus_cc.runs import RunFailed
+
+        if isinstance(error, RunFailed):
+            return error.exit_code  # it was shown when it happened
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

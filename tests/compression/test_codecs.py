@@ -1,0 +1,236 @@
+"""Codecs against what they declare, and against float64 linear algebra."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimus_cc.compression import Codec, CompressedStream, Identity, LowRank
+
+SHAPES = [(0, 8), (4, 0), (1,), (1, 1), (7,), (5, 3), (16, 2, 24), (3, 1, 1), (33, 65), (2, 3, 4, 5)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODECS: dict[str, Codec] = {
+    "identity": Identity(),
+    "rank 1": LowRank(1),
+    "rank 4": LowRank(4),
+    "rank 4 cold": LowRank(4, warm_start=False),
+    "rank 4 on bf16 wire": LowRank(4, wire_dtype="bf16"),
+    "rank 4 on fp32 wire": LowRank(4, wire_dtype="fp32"),
+    "rank 1000": LowRank(1000),
+}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _best_rank_k_error(matrix: torch.Tensor, rank: int) -> float:
+    singular = torch.linalg.svdvals(matrix.double())
+    return float(singular[rank:].square().sum().sqrt())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+def test_payload_is_what_the_wire_format_declares(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    codec = CODECS[name]
+    wire = codec.wire_format(shape, dtype)
+    payload = codec.encode(_random(shape, dtype), codec.new_state(("test",)))
+    assert payload.wire == wire
+    assert payload.data.dim() == 1 and payload.data.is_contiguous()
+    assert payload.data.numel() * payload.data.element_size() == wire.nbytes
+    assert wire.nbytes == sum(math.prod(part.shape) * part.dtype.itemsize for part in wire.parts)
+    assert wire.logical_nbytes == math.prod(shape) * dtype.itemsize
+    received = wire.allocate(torch.device("cpu"))
+    received.copy_(payload.data)
+    decoded = codec.decode(type(payload)(wire, received))
+    assert decoded.shape == torch.Size(shape) and decoded.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (8, 2, 12), (1, 5), (5, 1), (1, 1), (7,)], ids=str)
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_full_rank_is_exact_to_rounding(shape: tuple[int, ...], warm_start: bool) -> None:
+    codec = LowRank(1000, warm_start=warm_start)
+    state = codec.new_state(("test",))
+    for seed in range(3):
+        tensor = _random(shape, seed=seed)
+        torch.testing.assert_close(codec.decode(codec.encode(tensor, state)), tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_full_rank_is_exact_for_a_matrix_of_fast_decaying_spectrum() -> None:
+    left, _ = torch.linalg.qr(_random((40, 20), torch.float32, 1).double())
+    right, _ = torch.linalg.qr(_random((20, 20), torch.float32, 2).double())
+    matrix = ((left * torch.logspace(0, -12, 20).double()) @ right.t()).float()
+    codec = LowRank(20)
+    state = codec.new_state(("test",))
+    for _ in range(3):
+        torch.testing.assert_close(codec.decode(codec.encode(matrix, state)), matrix, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_warm_start_converges_to_the_best_approximation(rank: int) -> None:
+    matrix = _random((60, 40)) * torch.logspace(0, -3, 40)
+    codec = LowRank(rank)
+    state = codec.new_state(("test",))
+    best = _best_rank_k_error(matrix, rank)
+    errors = []
+    for _ in range(60):
+        approximation = codec.decode(codec.encode(matrix, state)).double()
+        assert torch.linalg.matrix_rank(approximation, rtol=1e-5) <= rank
+        errors.append(float((matrix.double() - approximation).norm()))
+    assert best * (1 - 1e-6) <= errors[-1] <= best * 1.001
+    assert errors[-1] <= errors[0]
+
+
+def test_output_is_the_projection_of_the_input_onto_the_sent_basis() -> None:
+    matrix = _random((30, 20))
+    codec = LowRank(5)
+    payload = codec.encode(matrix, codec.new_state(("test",)))
+    basis, _ = payload.wire.unpack(payload.data)
+    basis = basis.double()
+    torch.testing.assert_close(basis.t() @ basis, torch.eye(5).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        codec.decode(payload).double(), basis @ (basis.t() @ matrix.double()), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
+def test_rounding_of_the_basis_on_the_wire_is_seen_by_the_second_factor(wire_dtype: str) -> None:
+    """M^T P is taken with P as it travels, so a rounded P costs no more than its own loss of orthogonality."""
+    matrix = _random((30, 20))
+    codec = LowRank(5, wire_dtype=wire_dtype)  # type: ignore[arg-type]
+    payload = codec.encode(matrix, codec.new_state(("test",)))
+    left, right = payload.wire.unpack(payload.data)
+    torch.testing.assert_close(right, (matrix.t() @ left.float()).to(right.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zero_in_zero_out(name: str) -> None:
+    codec = CODECS[name]
+    state = codec.new_state(("test",))
+    for tensor in (torch.zeros(9, 7), torch.zeros(9, 7), _random((9, 7)), torch.zeros(9, 7)):
+        decoded = codec.decode(codec.encode(tensor, state))
+        assert torch.isfinite(decoded).all()
+        if not tensor.any():
+            assert not decoded.any()
+
+
+def test_a_zero_tensor_does_not_stop_warm_start_from_working() -> None:
+    codec = LowRank(2)
+    state = codec.new_state(("test",))
+    codec.encode(torch.zeros(30, 20), state)
+    matrix = _random((30, 2)) @ _random((2, 20), seed=1)
+    torch.testing.assert_close(codec.decode(codec.encode(matrix, state)), matrix, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", CODECS)
+def test_non_finite_goes_out_non_finite_and_leaves_no_trace(name: str, bad: float) -> None:
+    codec = CODECS[name]
+    stream = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
+    stream.encode(_random((12, 10)))
+    tensor = _random((12, 10), seed=1)
+    tensor[3, 4] = bad
+    assert not torch.isfinite(codec.decode(stream.encode(tensor))).all()
+    after = codec.decode(stream.encode(_random((12, 10), seed=2)))
+    assert torch.isfinite(after).all()
+    assert all(torch.isfinite(value).all() for value in stream.state_dict().values())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_any_strides(name: str) -> None:
+    codec = CODECS[name]
+    base = _random((6, 9, 8))
+    for view in (base.transpose(0, 1), base[:, ::2], base[..., 1:5], base[:1].expand(6, 9, 8)):
+        a = codec.decode(codec.encode(view, codec.new_state(("test",))))
+        b = codec.decode(codec.encode(view.contiguous().clone(), codec.new_state(("test",))))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_encoding_changes_neither_its_input_nor_the_global_random_state(name: str) -> None:
+    codec = CODECS[name]
+    tensor, before = _random((12, 10)), torch.get_rng_state()
+    original = tensor.clone()
+    stream = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
+    for _ in range(2):
+        stream.encode(tensor)
+    assert torch.equal(tensor, original)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_same_origin_same_payload_and_other_origin_other_query() -> None:
+    codec, tensor = LowRank(2), _random((30, 20))
+    first, second = (codec.encode(tensor, codec.new_state((1, "cb", 3))).data for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, codec.encode(tensor, codec.new_state((1, "cb", 4))).data)
+    assert not torch.equal(first, codec.encode(tensor, codec.new_state((2, "cb", 3))).data)
+
+
+def test_without_warm_start_each_tensor_gets_a_new_query() -> None:
+    codec, tensor = LowRank(2, warm_start=False), _random((30, 20))
+    state = codec.new_state(("test",))
+    assert not torch.equal(codec.encode(tensor, state).data, codec.encode(tensor, state).data)
+
+
+def test_a_payload_of_another_format_is_refused() -> None:
+    wire = LowRank(2).wire_format((6, 5), torch.float32)
+    with pytest.raises(ValueError, match="declared"):
+        wire.unpack(torch.zeros(wire.nbytes // 4 + 1))
+    with pytest.raises(ValueError, match="declared"):
+        wire.unpack(torch.zeros(wire.nbytes // 4, dtype=torch.int32))
+
+
+def test_rank_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        LowRank(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 20), columns=st.integers(1, 20), rank=st.integers(1, 25), seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e6]), name=st.sampled_from(["warm", "cold", "bf16"]),
+)
+def test_output_plus_memory_is_input(rows: int, columns: int, rank: int, seed: int, scale: float, name: str) -> None:
+    """Over a whole sequence: all that arrived, and what is still in memory, is all that was sent."""
+    codec = {
+        "warm": LowRank(rank), "cold": LowRank(rank, warm_start=False), "bf16": LowRank(rank, wire_dtype="bf16")
+    }[name]
+    stream = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
+    sent, arrived = torch.zeros(rows, columns).double(), torch.zeros(rows, columns).double()
+    for index in range(4):
+        tensor = _random((rows, columns), seed=seed + index) * scale
+        before = stream.memory.double() if stream.memory is not None else 0.0
+        decoded = codec.decode(stream.encode(tensor)).double()
+        assert stream.memory is not None
+        torch.testing.assert_close(decoded + stream.memory.double(), tensor.double() + before, rtol=1e-5, atol=1e-5 * scale)
+        sent += tensor.double()
+        arrived += decoded
+    torch.testing.assert_close(arrived + stream.memory.double(), sent, rtol=1e-4, atol=1e-4 * scale)
+    flushed = stream.flush(torch.zeros(rows, columns)).double()
+    torch.testing.assert_close(arrived + flushed, sent, rtol=1e-4, atol=1e-4 * scale)
+    assert stream.memory is None
+
+
+def test_without_feedback_nothing_is_remembered() -> None:
+    codec = LowRank(2, warm_start=False)
+    stream = CompressedStream(codec, codec.new_state(("test",)), feedback=False)
+    stream.encode(_random((12, 10)))
+    assert stream.memory is None
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_state_round_trip_continues_exactly(name: str) -> None:
+    codec = CODECS[name]
+    original = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
+    for seed in range(3):
+        original.encode(_random((12, 10), seed=seed))
+    copy = CompressedStream(codec, codec.new_state(("other",) if name == "identity" else ("test",)), feedback=True)
+    copy.load_state_dict({key: value.clone() for key, value in original.state_dict().items()})
+    for seed in range(3, 6):
+        tensor = _random((12, 10), seed=seed)
+        assert torch.equal(original.encode(tensor).data, copy.encode(tensor).data)

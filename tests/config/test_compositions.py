@@ -1,0 +1,181 @@
+"""Everything in conf/ composes, names each key that there is, and means what it says."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus_cc.config import RunConfig, compose, load
+from optimus_cc.config.compose import CONF
+from tests.config.command_line import composed, one
+
+ALL_RANKS = "cluster.ranks_per_node=128 training=paper"
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+@cache
+def mapping(line: str) -> dict[str, Any]:
+    return one(line).to_mapping()
+
+
+def keys(node: Any, prefix: str = "") -> set[str]:
+    if not isinstance(node, dict):
+        return {prefix}
+    return {key for name, child in node.items() for key in keys(child, f"{prefix}.{name}" if prefix else name)}
+
+
+def test_defaults() -> None:
+    config = one()
+    assert (config.model.name, config.parallel.label, config.technique.label) == ("gpt_tiny", "pp4", "cb")
+    assert config.ablation is None
+    assert config.training.steps == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads"),
+    [
+        ("gpt_335m", 24, 1024, 16),
+        ("gpt_2_5b", 52, 1920, 24),
+        ("gpt_8_3b", 72, 3072, 24),
+        ("gpt_175b", 96, 12288, 96),
+    ],
+)
+def test_the_papers_models(name: str, layers: int, hidden: int, heads: int) -> None:
+    config = one(f"model={name} parallel=tp8_pp4_dp4 optimizer=paper {ALL_RANKS}")
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (layers, hidden, heads)
+    assert model.sequence_length == 1024
+    assert mapping(f"model={name} parallel=pp4 {ALL_RANKS}")["technique"]["cb"]["codec"]["rank"] == 16
+    assert config.num_microbatches == 16
+    billions = float(name.removeprefix("gpt_").rstrip("bm").replace("_", "."))
+    billions = billions / 1000 if name.endswith("m") else billions
+    assert model.num_parameters(50257) / 1e9 == pytest.approx(billions, rel=0.08)
+
+
+@pytest.mark.parametrize(("model", "layout"), [*product(options("model"), options("parallel"))])
+def test_models_and_layouts(model: str, layout: str) -> None:
+    shape = mapping(f"model={model} technique=baseline parallel=single {ALL_RANKS}")
+    ranks = mapping(f"model=gpt_175b technique=baseline parallel={layout} {ALL_RANKS}")
+    stages = ranks["parallel"]["pipeline_parallel_size"] * ranks["parallel"]["num_chunks"]
+    if shape["model"]["num_layers"] % stages:
+        pytest.skip("the layers don't divide")
+    if shape["model"]["num_attention_heads"] % ranks["parallel"]["tensor_parallel_size"]:
+        pytest.skip("the heads don't divide")
+    technique = mapping(f"technique={'cb' if stages > 1 else 'baseline'} parallel={'pp4' if stages > 1 else 'single'}")
+    config = load({**ranks, "model": shape["model"], "technique": technique["technique"]})
+    assert config.parallel.label == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "lazy", "epilogue", "forward"),
+    [
+        ("cb", True, True, False),
+        ("cb_no_epilogue", True, False, False),
+        ("cb_no_lazy_error", False, True, False),
+        ("cb_naive", False, False, False),
+        ("cb_forward", True, True, True),
+    ],
+)
+def test_ablations(name: str, lazy: bool, epilogue: bool, forward: bool) -> None:
+    config = one(f"+ablation={name}")
+    cb = config.technique.cb
+    assert config.ablation == config.technique.label == name
+    assert cb.enabled
+    assert (cb.lazy_error_propagation, cb.epilogue_only, cb.compress_forward) == (lazy, epilogue, forward)
+    assert cb.codec.name == "low_rank"
+    if forward:
+        assert any("diverge" in notice for notice in config.notices())
+
+
+def test_the_baseline_ablation() -> None:
+    config = one("+ablation=baseline")
+    assert config.technique == one("technique=baseline").technique
+    assert not config.technique.cb.enabled
+    assert config.technique.cb.codec.name == "identity"
+
+
+def test_every_ablation_is_tested_here() -> None:
+    assert options("ablation") == ["baseline", "cb", "cb_forward", "cb_naive", "cb_no_epilogue", "cb_no_lazy_error"]
+
+
+@pytest.mark.parametrize("line", ["technique.cb.residual=carry", "technique.cb.codec.rank=8", "technique=cb"])
+def test_what_an_ablation_is_not_about_stays_free(line: str) -> None:
+    assert one(f"+ablation=cb_no_epilogue {line}").ablation == "cb_no_epilogue"
+
+
+def test_the_rank_is_the_models_unless_it_is_set() -> None:
+    assert one().technique.cb.codec == one("technique.cb.codec.rank=4").technique.cb.codec
+    assert mapping("technique.cb.codec.rank=8 parallel=tp2_pp2_dp2")["technique"]["cb"]["codec"]["rank"] == 8
+    assert mapping("model.cb_rank=3")["technique"]["cb"]["codec"]["rank"] == 3
+
+
+@pytest.mark.parametrize(
+    "group", sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+)
+def test_options_name_every_key(group: str, tmp_path: Path) -> None:
+    """A key that no file names could only be set with a plus."""
+    corpus = tmp_path / "text.jsonl"
+    corpus.write_text('{"text": "a"}\n')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    needs = {
+        "data=jsonl": f"data.path={corpus}",
+        "tokenizer=gpt2": f"tokenizer.vocab_file={corpus} tokenizer.merges_file={corpus}",
+        "tokenizer=huggingface": f"tokenizer.path={tmp_path}",
+        "cluster=a100_hdr200": "cluster.num_nodes=1",
+        "technique=baseline": "parallel=single",
+        "codec=identity": "technique.cb.enabled=false",
+    }
+    for option in options(group):
+        choice = f"{group}={option}"
+        said = {"ablation": f"+{choice}", "codec": f"codec@technique.cb.codec={option}"}.get(group, choice)
+        if group == "parallel":
+            said += " technique=baseline model.num_layers=8 model.num_attention_heads=8 training=paper"
+        arguments, _ = compose.parse(shlex.split(f"{said} {needs.get(choice, '')} cluster.ranks_per_node=128"))
+        composer = compose._Composer.of(arguments)
+        config = composer.run(composer.overrides)
+        written = keys(compose.plain(composer.load(composer.overrides)))
+        unused = {"tracking.project", "tracking.mode"} if config.tracking.name == "none" else set()
+        assert written == keys(config.to_mapping()) - unused, choice
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_files_say_what_they_are(file: Path) -> None:
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ")
+
+
+@pytest.mark.parametrize("line", ["", "+ablation=baseline", "parallel=tp2_pp2_dp2 model.ffn_hidden_size=96"])
+def test_a_frozen_configuration_reads_back_the_same(line: str) -> None:
+    config = one(line)
+    frozen = config.to_mapping()
+    assert load(frozen) == config
+    assert load(frozen).to_mapping() == frozen
+    assert load(frozen).run_id == config.run_id
+
+
+def test_a_sweep_is_every_combination() -> None:
+    runs: list[RunConfig] = composed("-m +ablation=baseline,cb training.seed=1,2")
+    assert [(run.ablation, run.training.seed) for run in runs] == [
+        ("baseline", 1),
+        ("baseline", 2),
+        ("cb", 1),
+        ("cb", 2),
+    ]
+
+
+def test_flags_and_overrides_may_be_mixed() -> None:
+    assert len(composed("training.steps=40 -m training.seed=1,2 parallel=pp2")) == 2
+
+
+def test_options_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [gpt_tiny, _self_]\nname: mine\nhidden_size: 64\n")
+    assert one(f"--config-dir {tmp_path} model=mine").model.hidden_size == 64

@@ -1,0 +1,169 @@
+"""``run.py``: what it prints, what it returns and what it leaves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from optimus_cc import tasks
+from optimus_cc.config import ConfigError, Problem, RunConfig
+from optimus_cc.runs import RunCancelled, RunFailed
+
+RUN = Path(run.__file__)
+
+
+def start(folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, str(RUN), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("model=gpt_tyni",), ("training.steps=many",), ("-m", "model=gpt_tiny,gpt_mini", "parallel=pp4,pp4_v2")],
+)
+def test_a_mistake_ends_at_once(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = start(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("ConfigError")
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job"), ("--cfg", "job", "model=gpt_8_3b")])
+def test_questions_are_answered_without_heavy_imports(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = start(tmp_path, *arguments, flags=("-X", "importtime"))
+    assert result.returncode == 0
+    imported = {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "hydra" in imported
+    assert not [name for name in imported if re.match(r"(torch|megatron|pandas|numpy|pydantic|tokenizers)\b", name)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_explains_every_group(tmp_path: Path) -> None:
+    text = start(tmp_path, "--help").stdout
+    for group in (path for path in (RUN.parent / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
+        assert re.search(rf"^  {group.name} +\w", text, re.MULTILINE), f"{group.name} is not explained"
+        options = ", ".join(sorted(file.stem for file in group.glob("*.yaml")))
+        assert f"{group.name}: {options}\n" in text
+    assert "+ablation=" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(["--help", "model=x"], "model"), (["--cfg", "job", "trainng.steps=3"], "trainng.steps"), (["--resolve"], "")],
+)
+def test_mistakes_in_questions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], key: str
+) -> None:
+    assert main(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("ConfigError\n")
+    assert key in shown
+
+
+started: list[RunConfig] = []
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Stands in for the task; the seed says what happens."""
+    started.append(config)
+    match config.training.seed:
+        case 1:
+            raise RunFailed("rank 3 failed", "its last lines")
+        case 2:
+            raise RunCancelled("cancelled")
+        case 3:
+            raise KeyboardInterrupt
+        case 4:
+            raise ConfigError(Problem("training.device", "cuda", "cpu", "training.device=cpu"))
+        case 5:
+            raise ZeroDivisionError("a bug")
+        case 6:
+            raise ValueError("another bug")
+    return {}
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    started.clear()
+    monkeypatch.setitem(tasks.TASKS, "train", f"{__name__}:train")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    return run.main()
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_task_gets_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(monkeypatch, "+ablation=cb_no_epilogue", "training.seed=7") == 0
+    (config,) = started
+    assert (config.ablation, config.training.seed) == ("cb_no_epilogue", 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_runs_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(monkeypatch, "-m", "+ablation=baseline,cb", "training.seed=7,8") == 0
+    assert [(config.ablation, config.training.seed) for config in started] == [
+        ("baseline", 7),
+        ("baseline", 8),
+        ("cb", 7),
+        ("cb", 8),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_nothing_of_a_wrong_sweep_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(monkeypatch, "-m", "training.seed=7,-1") == 2
+    assert started == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(monkeypatch, "training.seed=1") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("rank 3 failed\nits last lines\n") == 1
+    assert "Traceback" not in shown
+
+
+def test_a_failed_run_does_not_stop_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "-m", "training.seed=1,7") == 1
+    assert [config.training.seed for config in started] == [1, 7]
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_cancelled_run_stops_a_sweep(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    try:
+        code = main(monkeypatch, "-m", f"training.seed={seed},7")
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    assert code == 130
+    assert [config.training.seed for config in started] == [seed]
+
+
+def test_a_mistake_that_only_the_task_can_see(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "training.seed=4") == 2
+    assert "training.device=cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seed", "error"), [(5, ZeroDivisionError), (6, ValueError)])
+def test_a_bug_stays_a_bug(monkeypatch: pytest.MonkeyPatch, seed: int, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        main(monkeypatch, f"training.seed={seed}")
+
+
+def test_tasks_are_importable_by_name() -> None:
+    for name in tasks.TASKS:
+        assert callable(tasks.resolve(name))

@@ -1,0 +1,136 @@
+"""A run's identity is what it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from pydantic import ValidationError
+
+from optimus_cc.config import RunConfig
+from tests.config.command_line import one
+
+NOT_COMPUTED = {
+    "task.name",
+    "ablation",
+    "runs_dir",
+    "force",
+    "technique.name",
+    "technique.cb.default_rank",
+    "model.cb_rank",
+    "data.cache_dir",
+    "training.log_interval",
+    "training.device",
+    "training.timeout_s",
+    "training.on_nonfinite_loss",
+    "training.data_workers",
+}
+GROUPS_NOT_COMPUTED = ("cluster.", "launcher.", "tracking.")
+
+
+def changed_once(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``node`` with one leaf changed, for each leaf."""
+    hints = get_type_hints(type(node), include_extras=True)
+    for field in dataclasses.fields(node):
+        key, value = f"{prefix}{field.name}", getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            for inner_key, inner in changed_once(value, f"{key}."):
+                yield inner_key, dataclasses.replace(node, **{field.name: inner})
+            continue
+        for other in others(value, hints[field.name]):
+            try:
+                changed = dataclasses.replace(node, **{field.name: other})
+            except ValidationError:
+                continue
+            yield key, changed
+            break
+
+
+def others(value: Any, hint: Any) -> list[Any]:
+    """Candidates for another value of the same type."""
+    if get_origin(hint) is Literal:
+        return [other for other in get_args(hint) if other != value]
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1]
+        case float():
+            return [value + 0.125]
+        case str():
+            return [f"{value}x"]
+        case tuple():
+            return [tuple(reversed(value))]
+        case None:
+            return [3, 0.5, "x"]
+    raise TypeError(value)
+
+
+def test_every_scientific_key_and_no_other_changes_it() -> None:
+    config = one()
+    seen: dict[str, bool] = {key: changed.run_id != config.run_id for key, changed in changed_once(config)}
+    assert len(seen) > 60
+    assert seen == {key: key not in NOT_COMPUTED and not key.startswith(GROUPS_NOT_COMPUTED) for key in seen}
+    assert not NOT_COMPUTED - seen.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("+ablation=cb", "technique=cb"),
+        ("+ablation=baseline", "technique=baseline"),
+        ("+ablation=cb_no_epilogue", "technique.cb.epilogue_only=false"),
+        ("technique=baseline", "technique=baseline technique.cb.residual=carry"),
+        ("", "tracking=wandb runs_dir=/elsewhere launcher.threads_per_rank=2 force=true cluster.ranks_per_node=4"),
+        ("", "technique.cb.codec.rank=4"),
+    ],
+)
+def test_the_same_computation_is_the_same_run(line: str, same: str) -> None:
+    assert one(line).run_id == one(same).run_id
+
+
+def test_other_codec_and_technique_are_other_runs() -> None:
+    ids = {one(line).run_id for line in ("", "technique=baseline", "technique.cb.codec.rank=8", "+ablation=cb_naive")}
+    assert len(ids) == 4
+
+
+def with_corpus(path: Path, extra: str = "") -> RunConfig:
+    return one(f"data=jsonl data.path={path} {extra}")
+
+
+def test_files_count_by_what_they_hold(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "text.jsonl", tmp_path / "b" / "moved.jsonl"
+    for path in (first, second):
+        path.parent.mkdir()
+        path.write_text('{"text": "one"}\n')
+    assert with_corpus(first).run_id == with_corpus(second).run_id
+    assert with_corpus(first).run_id != with_corpus(first, "data.text_key=body").run_id
+    before = with_corpus(first).run_id
+    first.write_text('{"text": "two"}\n')
+    assert with_corpus(first).run_id != before
+
+
+def test_weights_count(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n'))
+    plain = one(f"data=jsonl data.path=[{path},{path}]")
+    weighted = one(f"data=jsonl data.path=[{path},{path}] data.weights=[1,2]")
+    assert plain.run_id != weighted.run_id
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        f"model.name={'m' * 40} training.seed=2147483647",
+        f"model.name={'m' * 40} parallel=tp2_pp2_dp2 +ablation=cb_no_epilogue technique.cb.residual=carry",
+    ],
+)
+def test_it_names_a_folder(line: str) -> None:
+    run_id = one(line).run_id
+    assert len(run_id.encode()) < 100
+    assert run_id.replace("-", "").replace("_", "").replace(".", "").isalnum()

@@ -1,0 +1,173 @@
+"""Whatever is wrong with the input: one ConfigError that names the key, the value, what is allowed and what to type."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from optimus_cc.config import ConfigError, Problem
+from tests.config.command_line import composed
+
+WRONG: list[tuple[str, str, str]] = [
+    # what was typed, the key that is named, what the text must hold
+    # keys and options that don't exist
+    ("technique.cb.codec.rnk=8", "technique.cb.codec.rnk", "did you mean technique.cb.codec.rank?"),
+    ("trainng.steps=3", "trainng.steps", "did you mean training.steps?"),
+    ("steps=100", "steps", "did you mean training.steps?"),
+    ("num_layer=8", "num_layer", "did you mean model.num_layers?"),
+    ("modle=gpt_mini", "modle", "did you mean model?"),
+    ("model.depth.layers=8", "model.depth.layers", "an existing key"),
+    ("+training.stepz=3", "training.stepz", "did you mean training.steps?"),
+    ("experiment=all", "experiment", "python run.py --help"),
+    ("model=gpt_tyni", "model", "did you mean model=gpt_tiny?"),
+    ("model=", "model", "one of gpt_175b, gpt_2_5b, gpt_335m, gpt_8_3b, gpt_mini, gpt_tiny"),
+    ("model=null", "model", "one of gpt_175b"),
+    ("+ablation=cb_naiv", "ablation", "did you mean +ablation=cb_naive"),
+    ("codec@technique.cb.codec=lowrank", "codec@technique.cb.codec", "codec@technique.cb.codec=low_rank"),
+    ("task=trian", "task", "task=train"),
+    ("task.name=trian", "task.name", "one of train"),
+    ("data.path=corpus.jsonl", "data.path", "it is a key of data=jsonl"),
+    ("technique=baseline technique.cb.codec.rank=8", "technique.cb.codec.rank", "codec@technique.cb.codec=low_rank"),
+    ("tracking.mode=online", "tracking.mode", "it is a key of tracking=wandb"),
+    ("hydra/launcher=slurm", "hydra/launcher", "one of basic"),
+    ("hydra.nope=1", "command line", "hydra.nope"),
+    ("a@b=c", "a@b", "an existing key"),
+    # options and keys that are said in the wrong way
+    ("ablation=cb", "ablation", "fix:     +ablation=cb"),
+    ("++ablation=cb", "ablation", "fix:     +ablation=cb"),
+    ("+model=gpt_mini", "+model", "fix:     model=gpt_mini"),
+    ("+training.steps=3", "+training.steps", "fix:     training.steps=3"),
+    ("~model", "command line", "leave ~model out"),
+    ("~model=gpt_tiny", "command line", "leave ~model=gpt_tiny out"),
+    ("codec=low_rank", "codec", "codec@technique.cb.codec=low_rank"),
+    ("codec@technique.cb=low_rank", "codec@technique.cb", "codec@technique.cb.codec=low_rank"),
+    ("technique.cb.codec=low_rank", "technique.cb.codec", "codec@technique.cb.codec=low_rank"),
+    ("technique.cb.codec=none", "technique.cb.codec", "identity, low_rank"),
+    ("model.name=gpt_mini", "model.name", "fix:     model=gpt_mini"),
+    ("data.name=jsonl", "data.name", "fix:     data=jsonl"),
+    ("technique.cb=true", "technique.cb", "technique.cb.KEY=VALUE"),
+    # syntax
+    ("model", "command line", "model=VALUE"),
+    ("model==gpt_mini", "command line", "KEY=VALUE"),
+    ("=3", "command line", "KEY=VALUE"),
+    ("training.steps=[1,2", "command line", "closed brackets"),
+    ("--model=gpt_mini", "command line", "fix:     model=gpt_mini"),
+    ("--cfg everything", "command line", "'job', 'hydra', 'all'"),
+    ("--config-path=/tmp", "--config-path", "--config-dir"),
+    ("--config-dir=/nowhere", "--config-dir", "a folder"),
+    ("--config-name=mine", "command line", "mine"),
+    ("training.seed=1,2", "training.seed", "python run.py -m training.seed=1,2"),
+    ("model=gpt_tiny,gpt_mini", "model", "python run.py -m model=gpt_tiny,gpt_mini"),
+    ("-m 'training.seed=interval(1,2)'", "training.seed", "range"),
+    # values that are missing or of the wrong type
+    ("data=jsonl", "data.path", "data.path is not set"),
+    ("tokenizer=gpt2", "tokenizer.vocab_file", "tokenizer.merges_file is not set"),
+    ("~training.steps", "training.steps", "is not set"),
+    ("training.steps=many", "training.steps", "a whole number"),
+    ("training.steps=3.5", "training.steps", "a whole number"),
+    ("training.steps=null", "training.steps", "a whole number"),
+    ("training.steps=0", "training.steps", "at least 1"),
+    ("training.seed=-1", "training.seed", "at least 0"),
+    ("training.precision=fp16", "training.precision", "fp32 or bf16"),
+    ("optimizer.name=adamw", "optimizer.name", "did you mean optimizer.name=adam?"),
+    ("optimizer.learning_rate=fast", "optimizer.learning_rate", "a number"),
+    ("optimizer.learning_rate=nan", "optimizer.learning_rate", "a finite number"),
+    ("optimizer.learning_rate=-1", "optimizer.learning_rate", "above 0"),
+    ("model.dropout=1.5", "model.dropout", "below 1"),
+    ("force=maybe", "force", "true or false"),
+    ("technique.cb.enabled=1", "technique.cb.enabled", "true or false"),
+    ("technique.cb.codec.rank=0", "technique.cb.codec.rank", "at least 1"),
+    ("technique.cb.residual=drop", "technique.cb.residual", "carry, reset or flush"),
+    ("data.split=0.9", "data.split", "a list"),
+    ("data.split=[0.9,0.1]", "data.split", "at least 3 values"),
+    ("model.name='a b/c'", "model.name", "letters, digits"),
+    ("runs_dir=3", "runs_dir", "text"),
+    ("'model.hidden_size=${model.width}'", "model.hidden_size", "model.width"),
+    # files that aren't there
+    ("data=jsonl data.path=/nowhere.jsonl", "data.path", "/nowhere.jsonl"),
+    ("data=jsonl data.path=[/a.jsonl,/b.jsonl] data.weights=[1]", "data.weights", "as many weights as files"),
+    ("tokenizer=gpt2 tokenizer.vocab_file=/a tokenizer.merges_file=/b", "tokenizer.merges_file", "an existing file"),
+    ("tokenizer=huggingface tokenizer.path=/nowhere", "tokenizer.path", "tokenizer.json"),
+    # combinations that can't work
+    ("data.split=[0.9,0.2,0.1]", "data.split", "sum to 1"),
+    ("model.num_layers=6", "model.num_layers", "fix:     model.num_layers=8"),
+    ("parallel=pp4_v2", "model.num_layers", "num_chunks = 8"),
+    ("model.num_attention_heads=3", "model.num_attention_heads", "a divisor of model.hidden_size = 128"),
+    (
+        "parallel=tp2 technique=baseline model.num_attention_heads=1",
+        "model.num_attention_heads",
+        "tensor_parallel_size",
+    ),
+    ("parallel.tensor_parallel_size=3", "parallel.tensor_parallel_size", "power of two"),
+    ("parallel=pp4_dp2 cluster.ranks_per_node=4", "parallel", "at most 4 ranks"),
+    ("cluster=a100_hdr200", "cluster.num_nodes", "cluster=local"),
+    ("training.global_batch_size=30", "training.global_batch_size", "fix:     training.global_batch_size=32"),
+    ("model=gpt_mini parallel=pp4_v2 training.global_batch_size=24", "training.global_batch_size", "interleaved"),
+    ("parallel=pp2_v2 parallel.overlap_p2p=false parallel.batch_p2p=true", "parallel.overlap_p2p", "overlap_p2p=true"),
+    ("parallel=pp2_v2 parallel.batch_p2p=true", "parallel.batch_p2p", "parallel.batch_p2p=false"),
+    ("parallel.overlap_p2p=true parallel.batch_p2p=false", "parallel.overlap_p2p", "num_chunks"),
+    ("parallel=single technique=baseline parallel.num_chunks=2", "parallel.num_chunks", "pipeline_parallel_size = 1"),
+    ("optimizer.min_learning_rate=1", "optimizer.min_learning_rate", "at most optimizer.learning_rate"),
+    ("optimizer.warmup_steps=1000", "optimizer.warmup_steps", "below the end of the decay"),
+    # techniques that do nothing, or not what was said
+    ("parallel=single", "technique.cb.enabled", "technique=baseline"),
+    ("codec@technique.cb.codec=identity", "technique.cb.codec", "a codec that compresses"),
+    ("parallel=pp2 technique.cb.residual=flush", "technique.cb.residual", "technique.cb.residual=reset"),
+    ("technique=baseline +ablation=cb_no_epilogue", "technique", "cb, which ablation=cb_no_epilogue is about"),
+    ("technique=cb +ablation=baseline", "technique", "baseline, which ablation=baseline is about"),
+    ("+ablation=cb_no_epilogue technique.cb.epilogue_only=true", "technique.cb.epilogue_only", "false, which"),
+    ("+ablation=cb technique.cb.enabled=false", "technique.cb.enabled", "true, which ablation=cb is about"),
+    ("+ablation=cb technique.cb.compress_forward=true", "technique.cb.compress_forward", "false, which"),
+]
+
+
+@pytest.mark.parametrize(("line", "key", "text"), WRONG, ids=[line for line, _, _ in WRONG])
+def test_wrong_input(line: str, key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(line)
+    error = caught.value
+    assert key in [problem.key for problem in error.problems]
+    shown = str(error)
+    assert shown.startswith("ConfigError")
+    assert text in shown
+    assert "allowed:" in shown
+    assert "fix:" in shown
+    assert len(shown.splitlines()) <= 20, "more than a screen"
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("-m model=gpt_mini,gpt_tyni", "model=gpt_tyni"),
+        ("-m model=gpt_mini,gpt_tiny parallel=pp4,pp4_v2", "model=gpt_tiny parallel=pp4_v2"),
+        ("-m +ablation=baseline,cb technique=baseline", "+ablation=cb technique=baseline"),
+        ("hydra.mode=MULTIRUN training.micro_batch_size=4,5", "training.micro_batch_size=5"),
+    ],
+)
+def test_a_sweep_says_which_run_is_wrong(line: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(line)
+    assert str(caught.value).splitlines()[0].endswith(f" in {where}")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed("training.steps=many training.precision=fp8 technique.cb.codec.rank=no")
+    assert [problem.key for problem in caught.value.problems] == [
+        "technique.cb.codec.rank",
+        "training.steps",
+        "training.precision",
+    ]
+
+
+def test_many_problems_still_fit_on_a_screen() -> None:
+    error = ConfigError([Problem(f"key_{number}", number, "less", "more") for number in range(40)])
+    assert len(str(error).splitlines()) <= 24
+    assert "34 more" in str(error)
+
+
+def test_the_error_survives_pickling() -> None:
+    error = ConfigError(Problem("a.b", "x" * 1000, "y", "z"), where="run 1")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert max(map(len, str(error).splitlines())) < 200

@@ -1,0 +1,70 @@
+"""Small run configurations, made without Hydra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optimus_cc.config import RunConfig, load
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "dp2": {"data_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "pp4": {"pipeline_parallel_size": 4},
+    "pp4_dp2": {"pipeline_parallel_size": 4, "data_parallel_size": 2},
+    "tp2_pp2_dp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
+    "pp4_v2": {"pipeline_parallel_size": 4, "num_chunks": 2},
+    "pp4_v2_overlap": {"pipeline_parallel_size": 4, "num_chunks": 2, "overlap_p2p": True, "batch_p2p": False},
+    "pp2_v2_overlap": {"pipeline_parallel_size": 2, "num_chunks": 2, "overlap_p2p": True, "batch_p2p": False},
+}
+SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 1024
+
+
+def low_rank(rank: int = 2, **technique: Any) -> dict[str, Any]:
+    """A technique with compressed backpropagation through the low-rank codec."""
+    codec = {key: technique.pop(key) for key in ("warm_start", "wire_dtype") if key in technique}
+    return {"name": "cb", "cb": {"enabled": True, "codec": {"name": "low_rank", "rank": rank, **codec}, **technique}}
+
+
+def tiny(
+    layout: str | dict[str, Any] = "single",
+    technique: dict[str, Any] | None = None,
+    *,
+    steps: int = 4,
+    num_microbatches: int = 8,
+    micro_batch_size: int = 2,
+    model: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    **training: Any,
+) -> RunConfig:
+    """A GPT of 8 layers that a rank trains in milliseconds."""
+    sizes = {**(LAYOUTS[layout] if isinstance(layout, str) else layout), **(parallel or {})}
+    return load(
+        {
+            "task": {"name": "train"},
+            "model": {
+                "name": "test",
+                "num_layers": 8,
+                "hidden_size": HIDDEN,
+                "num_attention_heads": 4,
+                "sequence_length": SEQUENCE,
+                **(model or {}),
+            },
+            "parallel": sizes,
+            "technique": technique or {"name": "baseline"},
+            "data": {"name": "wikipedia_sample"},
+            "tokenizer": {"name": "bpe"},
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, **(optimizer or {})},
+            "training": {
+                "steps": steps,
+                "global_batch_size": num_microbatches * micro_batch_size * sizes.get("data_parallel_size", 1),
+                "micro_batch_size": micro_batch_size,
+                "validation_interval": 2,
+                "validation_batches": 1,
+                **training,
+            },
+            "cluster": {"name": "test", "ranks_per_node": 16},
+        }
+    )

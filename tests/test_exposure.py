@@ -1,0 +1,129 @@
+"""exposure.py against the calls that Megatron-core's schedules really make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from optimus_cc.exposure import Message, Schedule
+from tests.ranks import RankPool
+
+ONE_F_ONE_B = [(size, 1, microbatches, False) for size in range(2, 9) for microbatches in range(1, 33)]
+INTERLEAVED = [
+    (size, chunks, microbatches, overlap)
+    for size in range(2, 9)
+    for chunks in range(2, 5)
+    for microbatches in range(size, 33, size)
+    for overlap in (False, True)
+    if size > 2 or overlap  # two stages with chunks are only right with overlapped messages
+]
+
+
+def disagreements(case: tuple[int, int, int, bool], schedule_type: Callable[..., Schedule] = Schedule) -> list[str]:
+    """Where the map and what happened differ, over all ranks of one combination."""
+    from tests.schedules import megatron_warmup, run_schedule
+
+    size, chunks, microbatches, overlap = case
+    schedule = schedule_type(pipeline_parallel_size=size, num_chunks=chunks, num_microbatches=microbatches)
+    found = []
+    for rank in range(size):
+        log = run_schedule(size, chunks, microbatches, rank, overlap=overlap)
+        sent = [(message.boundary, message.microbatch) for message in schedule.sent_backward(rank)]
+        if sent != [(chunk * size + rank - 1, microbatch) for chunk, microbatch in log.sent_backward]:
+            found.append(f"rank {rank} sends other gradients")
+        sent = [(message.boundary, message.microbatch) for message in schedule.sent_forward(rank)]
+        if sent != [(chunk * size + rank, microbatch) for chunk, microbatch in log.sent_forward]:
+            found.append(f"rank {rank} sends other activations")
+        arriving = schedule.received_backward(rank)
+        if len(arriving) != len(log.consumed_backward):
+            found.append(f"rank {rank} receives {len(log.consumed_backward)} gradients, not {len(arriving)}")
+            continue
+        for number, message in enumerate(arriving):
+            place = (message.boundary // size, message.microbatch)
+            if log.consumed_backward[number] != place:
+                found.append(f"rank {rank}: gradient {number} is for {log.consumed_backward[number]}, not {place}")
+            if chunks == 1:
+                in_cooldown = number in log.received_in_cooldown
+            else:
+                # The cool-down is as long as the warm-up, by Megatron-core's own count.
+                cooldown = megatron_warmup(size, chunks, microbatches, rank)
+                step = log.backward_steps.index(log.consumed_backward[number])
+                in_cooldown = step >= len(log.backward_steps) - cooldown
+            if in_cooldown != message.epilogue:
+                found.append(f"rank {rank}: gradient {number} is wrongly placed in or out of the epilogue")
+        for number, message in enumerate(schedule.received_forward(rank)):
+            if log.consumed_forward[number] != ((message.boundary + 1) // size, message.microbatch):
+                found.append(f"rank {rank}: activation {number} is another one")
+    return found
+
+
+def check_share(cases: list[tuple[int, int, int, bool]]) -> tuple[int, dict[tuple[int, int, int, bool], list[str]]]:
+    """This rank's share of the combinations: how many, and those in which something differs."""
+    share = cases[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    found = {case: disagreements(case) for case in share}
+    return len(share), {case: lines for case, lines in found.items() if lines}
+
+
+@pytest.mark.megatron
+def test_map_equals_the_schedules_calls(ranks: RankPool) -> None:
+    """Every combination that Megatron-core accepts up to 8 stages, 4 chunks, 32 micro-batches."""
+    cases = ONE_F_ONE_B + INTERLEAVED
+    results = ranks.run(2, check_share, cases)
+    assert sum(count for count, _ in results) == len(cases) == 224 + 270
+    assert [wrong for _, wrong in results if wrong] == []
+
+
+class _EpilogueByTheSendersPhase(Schedule):
+    """The published artifact's rule: the sender's own cool-down decides."""
+
+    def sent_backward(self, rank: int) -> tuple[Message, ...]:
+        start = self.num_steps - self.warmup_steps(rank)
+        order = [place for place in self.backward_order if place[0] * self.pipeline_parallel_size + rank > 0]
+        return tuple(
+            replace(message, epilogue=self.backward_order.index(place) >= start)
+            for place, message in zip(order, super().sent_backward(rank), strict=True)
+        )
+
+
+class _OneWarmUpStepMore(Schedule):
+    def warmup_steps(self, rank: int) -> int:
+        return min(super().warmup_steps(rank) + 1, self.num_steps)
+
+
+class _ChunksInForwardOrder(Schedule):
+    @property
+    def backward_order(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+        return self.forward_order
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("mutant", [_EpilogueByTheSendersPhase, _OneWarmUpStepMore, _ChunksInForwardOrder])
+def test_a_wrong_map_is_found(ranks: RankPool, mutant: type[Schedule]) -> None:
+    assert ranks.run(1, disagreements, (4, 2, 16, False), mutant)[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 16])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_epilogue_of_1f1b_is_the_last_messages_of_each_stage(size: int, microbatches: int) -> None:
+    """Stage p sends min(P - p, M) messages that nothing hides (Optimus-CC, section 5.2)."""
+    schedule = Schedule(size, 1, microbatches)
+    for stage in range(1, size):
+        flags = [message.epilogue for message in schedule.sent_backward(stage)]
+        exposed = min(size - stage, microbatches)
+        assert flags == [False] * (microbatches - exposed) + [True] * exposed
+    assert schedule.sent_backward(0) == ()
+
+
+def test_paper_layout_compresses_six_of_forty_eight() -> None:
+    counts = Schedule(4, 1, 16).compressed_counts(epilogue_only=True, flush=False)
+    assert counts == {0: 3, 1: 2, 2: 1}
+    assert sum(Schedule(4, 1, 16).compressed_counts(epilogue_only=False, flush=False).values()) == 48
+    assert sum(Schedule(4, 1, 16).compressed_counts(epilogue_only=False, flush=True).values()) == 45
+    assert Schedule(4, 1, 16).compressed_counts(epilogue_only=True, flush=True) == {0: 2, 1: 1, 2: 0}
+
+
+def test_one_stage_sends_nothing() -> None:
+    assert Schedule(1, 1, 8).compressed_counts(epilogue_only=False, flush=False) == {}
