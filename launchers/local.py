@@ -136,10 +136,11 @@ def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progr
 
 
 def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progress) -> None:
-    from optimus_cc.training.corpus import DataError, is_prepared
+    from optimus_cc.training.corpus import DataError, is_prepared, prepare
 
     try:
         if is_prepared(config):
+            prepare(config, report=progress.print)  # checks that it suits this run, and builds nothing
             return
     except DataError as error:
         raise RunFailed(f"the corpus can't be prepared: {error}") from None

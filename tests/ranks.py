@@ -32,7 +32,9 @@ class RankPool:
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0, **kwargs: Any
+    ) -> list[Any]:
         """``function(*args, **kwargs)`` on every rank; what each returned, by rank.
 
         ``function`` must be importable by name; results must be picklable. Inside, torch.distributed is initialised
@@ -59,7 +61,7 @@ class RankPool:
         self._workers.clear()
 
     def _collect(self, num_ranks: int, timeout_s: float) -> list[Any]:
-        pending: dict[Any, int] = {self._workers[rank][1]: rank for rank in range(num_ranks)}
+        pending: dict[Connection, int] = {self._workers[rank][1]: rank for rank in range(num_ranks)}
         results: dict[int, Any] = {}
         failures: list[str] = []
         while pending:
@@ -68,10 +70,10 @@ class RankPool:
             if not ready:
                 failures.append(f"ranks {sorted(pending.values())} did not answer")
                 break
-            for connection in ready:
+            for connection in [known for known in pending if known in ready]:
                 rank = pending.pop(connection)
                 try:
-                    succeeded, value = connection.recv()  # type: ignore[union-attr]
+                    succeeded, value = connection.recv()
                 except EOFError:
                     succeeded, value = False, "the rank died"
                 if succeeded:

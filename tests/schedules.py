@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.enums import ModelType
 
 
 class StubGroup:
@@ -71,8 +71,14 @@ class _Recorder(P2PCommunicator):
         self._log, self._codes = log, codes
         self._forward = self._backward = 0
 
-    def _communicate(  # type: ignore[override]
-        self, *, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: Any, recv_next: Any, tensor_shape: Any,
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: Any,
+        recv_next: Any,
+        tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Any:
         handles: dict[str, Any] = {}
@@ -118,13 +124,22 @@ class _StubChunk(torch.nn.Module):
         self.input = tensor[0] if isinstance(tensor, list) else tensor
 
 
-def run_schedule(size: int, chunks: int, microbatches: int, rank: int, *, overlap: bool, overlap_warmup: bool = False) -> Log:
+def run_schedule(
+    size: int, chunks: int, microbatches: int, rank: int, *, overlap: bool, overlap_warmup: bool = False
+) -> Log:
     """One mini-batch of one pipeline rank on Megatron-core's own schedule function."""
     virtual = chunks if chunks > 1 else None
     config = TransformerConfig(
-        num_layers=size * chunks, hidden_size=1, num_attention_heads=1, pipeline_model_parallel_size=size,
-        virtual_pipeline_model_parallel_size=virtual, pipeline_dtype=torch.float32, use_cpu_initialization=True,
-        overlap_p2p_comm=overlap, batch_p2p_comm=not overlap, overlap_p2p_comm_warmup_flush=overlap_warmup,
+        num_layers=size * chunks,
+        hidden_size=1,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        overlap_p2p_comm=overlap,
+        batch_p2p_comm=not overlap,
+        overlap_p2p_comm_warmup_flush=overlap_warmup,
     )
     log = Log()
     codes: list[tuple[int, int]] = []

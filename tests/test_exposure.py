@@ -95,7 +95,7 @@ class _OneWarmUpStepMore(Schedule):
 
 class _ChunksInForwardOrder(Schedule):
     @property
-    def backward_order(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+    def backward_order(self) -> tuple[tuple[int, int], ...]:
         return self.forward_order
 
 

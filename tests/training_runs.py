@@ -98,11 +98,11 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
     torch.manual_seed(training.seed + 100 * ps.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(training.seed + 100 * ps.get_pipeline_model_parallel_rank())
     bf16 = training.precision == "bf16"
-    recompute: dict[str, Any] = {
+    recomputes: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[training.recompute]
+    }
     tf = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -123,11 +123,11 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        **recompute,
+        **recomputes[training.recompute],
     )
     chunks = []
     for index in range(par.num_chunks):
-        where = {"ignore_virtual": False, "vp_stage": index} if virtual else {}
+        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": index} if virtual else {}
         chunk = GPTModel(
             config=tf,
             transformer_layer_spec=get_gpt_layer_local_spec(),

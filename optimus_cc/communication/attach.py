@@ -84,7 +84,9 @@ def attach(
     config = get_model_config(model[0])
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if technique.cb.enabled and stages == 1:
-        raise ValueError("compressed backpropagation needs more than one pipeline stage: with one there are no messages")
+        raise ValueError(
+            "compressed backpropagation needs more than one pipeline stage: with one there are no messages"
+        )
     if meter is None:
         meter = TrafficMeter.for_megatron()
         meter.observe()

@@ -125,7 +125,9 @@ class CompressedP2PCommunicator(P2PCommunicator):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Error memories and warm-started queries, keyed by direction and virtual boundary."""
         return {
-            f"{name}.{key}": value for name, stream in self._streams.items() for key, value in stream.state_dict().items()
+            f"{name}.{key}": value
+            for name, stream in self._streams.items()
+            for key, value in stream.state_dict().items()
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -164,6 +166,9 @@ class CompressedP2PCommunicator(P2PCommunicator):
             return self.technique.compress_forward
         return message.is_compressed(epilogue_only=self.technique.epilogue_only, flush=self.technique.flushes)
 
+    def _arrives_compressed(self, direction: str) -> bool:
+        return self._is_compressed(direction, self._next(self._to_receive, direction, "received"))
+
     def _outgoing(self, tensor: torch.Tensor | None, direction: str) -> tuple[torch.Tensor | None, Payload | None]:
         """What to hand to the transport for ``tensor``: the tensor itself, or a payload."""
         if tensor is None:
@@ -193,8 +198,8 @@ class CompressedP2PCommunicator(P2PCommunicator):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         send_next, payload_next = self._outgoing(tensor_send_next, "forward")
         send_prev, payload_prev = self._outgoing(tensor_send_prev, "backward")
-        decode_prev = recv_prev and self._is_compressed("forward", self._next(self._to_receive, "forward", "received"))
-        decode_next = recv_next and self._is_compressed("backward", self._next(self._to_receive, "backward", "received"))
+        decode_prev = recv_prev and self._arrives_compressed("forward")
+        decode_next = recv_next and self._arrives_compressed("backward")
         if payload_next is None and payload_prev is None and not decode_prev and not decode_next:
             result: tuple[torch.Tensor | None, torch.Tensor | None, Any] = super()._communicate(
                 tensor_send_next=send_next,

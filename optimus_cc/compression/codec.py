@@ -69,7 +69,8 @@ class WireFormat:
         """
         if payload.dtype != self.payload_dtype or payload.numel() * payload.element_size() != self.nbytes:
             raise ValueError(
-                f"a payload of {payload.numel()} x {payload.dtype} is not the declared {self.nbytes} bytes of {self.payload_dtype}"
+                f"a payload of {payload.numel()} x {payload.dtype} is not the declared {self.nbytes} bytes "
+                f"of {self.payload_dtype}"
             )
         views, offset = [], 0
         for part in self.parts:

@@ -67,7 +67,8 @@ class LowRankState:
         generator = torch.Generator(device=device)
         generator.manual_seed(self._seed + index)
         # A square Gaussian matrix can be badly conditioned, and what M Q loses no second factor brings back.
-        return torch.linalg.qr(torch.randn(shape, generator=generator, device=device))[0]
+        query: torch.Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, device=device))[0]
+        return query
 
 
 class LowRank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,7 @@ class _Composer:
     loader: ConfigLoader
     primary: str
     overrides: list[str]
-    loaded: dict[tuple[str | RunMode, ...], DictConfig] = field(default_factory=dict)
+    loaded: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> _Composer:
@@ -120,13 +121,16 @@ class _Composer:
         return cls(ConfigLoaderImpl(search_path), arguments.config_name or PRIMARY, list(arguments.overrides))
 
     def load(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        known = (*overrides, mode)
-        if known not in self.loaded:
-            try:
-                self.loaded[known] = self.loader.load_configuration(self.primary, list(overrides), mode)
-            except MISTAKES as error:
-                raise ConfigError(self.mistakes(overrides, error, mode is RunMode.MULTIRUN)) from None
-        return self.loaded[known]
+        try:
+            return self._load(overrides, mode)
+        except MISTAKES as error:
+            raise ConfigError(self.mistakes(overrides, error, mode is RunMode.MULTIRUN)) from None
+
+    def _load(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+        key = (mode.name, *overrides)
+        if key not in self.loaded:
+            self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
+        return self.loaded[key]
 
     def runs(self, multirun: bool) -> list[list[str]]:
         """The overrides of each run."""
@@ -144,14 +148,10 @@ class _Composer:
 
     def _says_multirun(self) -> bool:
         """A configuration may ask for a sweep itself: ``hydra.mode: MULTIRUN``."""
-        try:
-            composed = self.load(self.overrides)
-        except ConfigError:
-            try:
-                composed = self.load(self.overrides, RunMode.MULTIRUN)
-            except ConfigError:
-                return False
-        return bool(composed.hydra.mode == RunMode.MULTIRUN)
+        for mode in (RunMode.RUN, RunMode.MULTIRUN):
+            with suppress(*MISTAKES):
+                return bool(self._load(self.overrides, mode).hydra.mode == RunMode.MULTIRUN)
+        return False
 
     def run(self, overrides: Sequence[str]) -> RunConfig:
         from optimus_cc.config.run import load  # pydantic takes its time; --help and --cfg need none of it
@@ -239,11 +239,11 @@ class _Composer:
                 yield Problem(key, value, "one value", fix)
 
     def _wrong_groups(self, overrides: Sequence[Override]) -> Iterator[Problem]:
-        choices = self.loader.load_configuration(self.primary, [], RunMode.RUN).hydra.runtime.choices
         for override in overrides:
             group, options = override.key_or_group, self._options(override.key_or_group)
             if not options or override.is_sweep_override():
                 continue
+            choices = self._load([]).hydra.runtime.choices
             target = f"{group}@{override.package}" if override.package else group
             value = override.value()
             said = override.input_line or ""
@@ -266,7 +266,7 @@ class _Composer:
 
     def _wrong_keys(self, overrides: Sequence[Override]) -> Iterator[Problem]:
         groups = [str(o.input_line) for o in overrides if self._options(o.key_or_group) and not o.is_sweep_override()]
-        composed = self.loader.load_configuration(self.primary, groups, RunMode.MULTIRUN)
+        composed = self._load(groups)
         choices = {str(choice): str(option) for choice, option in composed.hydra.runtime.choices.items()}
         leaves = [key for key, _ in _leaves(OmegaConf.to_container(_without_hydra(composed), resolve=False))]
         known = {".".join(key.split(".")[: depth + 1]) for key in leaves for depth in range(key.count(".") + 1)}

@@ -19,7 +19,6 @@ def main(folder_path: str) -> int:
     die_with_parent()
     install_stack_dump()
     report = Report.from_environment()
-    report.beat()
     try:
         return _train(Path(folder_path), report)
     except BaseException as error:
@@ -49,7 +48,6 @@ def _train(path: Path, report: Report) -> int:
     config = load(mapping)
     stop = loop.StopRequest()
     backend = backends.start(config)
-    report.beat()
     corpus = cache_folder(config)
     training = config.training
     train_set, validation_set = build_datasets(
@@ -59,7 +57,6 @@ def _train(path: Path, report: Report) -> int:
         validation_samples=training.validation_batches * training.global_batch_size,
     )
     trainer = loop.Trainer.build(config, backend, Tokenizer.load(corpus).padded_vocabulary_size)
-    report.beat()
     tracker = Tracker.start(config, folder) if backend.rank == 0 else None
 
     def record(values: dict[str, object]) -> None:
@@ -75,6 +72,8 @@ def _train(path: Path, report: Report) -> int:
             micro_batch_size=training.micro_batch_size,
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=config.parallel.data_parallel_size,
+            num_workers=training.data_workers,
+            pin_memory=backend.is_cuda,
         )
 
     result = loop.run(trainer, source(train_set), source(validation_set), record, heartbeat=report.beat, stop=stop)

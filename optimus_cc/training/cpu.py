@@ -14,7 +14,19 @@ from typing import Any
 
 import torch
 
-_FACTORIES = ("arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "full",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+)
 _LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
 _CPU = torch.device("cpu")
 _enabled = False
@@ -73,9 +85,9 @@ def _replace_tensor_methods() -> None:
         return torch_to(self, *args, **kwargs)
 
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
 
 
 class _Stream:

@@ -107,7 +107,9 @@ class Trainer:
         self.step += 1
         return self._mean(losses), 0.0 if grad_norm is None else float(grad_norm)
 
-    def validate(self, batches: Sequence[Iterator[Batch]], num_batches: int) -> tuple[float, int]:
+    def validate(
+        self, batches: Sequence[Iterator[Batch]], num_batches: int, heartbeat: Callable[[], None] = lambda: None
+    ) -> tuple[float, int]:
         """Mean loss per token over ``num_batches`` global batches of the validation set, and how many tokens."""
         for chunk in self.model:
             chunk.eval()
@@ -115,6 +117,7 @@ class Trainer:
         with torch.no_grad():
             for _ in range(num_batches):
                 losses = self._forward_backward(batches, self.config.num_microbatches, forward_only=True)
+                heartbeat()
                 if losses:
                     total += torch.stack([loss["loss"] for loss in losses]).double().sum()
         for chunk in self.model:
@@ -128,7 +131,7 @@ class Trainer:
         """Element-wise sum over all ranks, in double precision, on the CPU."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.backend.control_group)
-        return tensor.tolist()
+        return [float(value) for value in tensor]
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank; every rank gets the same answer."""
@@ -205,7 +208,7 @@ def run(
 
     Args:
         record: takes each metrics record; called on every rank with the same values.
-        heartbeat: called at least once a step.
+        heartbeat: called after each step and each validation batch.
 
     Returns:
         the summary, or where training stopped.
@@ -227,13 +230,12 @@ def run(
             if not math.isfinite(values["loss"]) and training.on_nonfinite_loss == "stop":
                 raise NonFiniteLoss(
                     f"the training loss became {values['loss']} at step {trainer.step} (gradient norm {grad_norm:.4g}, "
-                    f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on regardless"
+                    f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on"
                 )
         if trainer.any_rank(stop is not None and stop.requested):
             return Stopped(trainer.step)
         if trainer.step % training.validation_interval == 0 or last:
-            record(history.validation_record(validation_batches))
-            heartbeat()
+            record(history.validation_record(validation_batches, heartbeat))
             history.start_interval()
     return history.summary()
 
@@ -286,11 +288,11 @@ class _History:
         self.start_interval()
         return record
 
-    def validation_record(self, source: BatchSource) -> dict[str, Any]:
+    def validation_record(self, source: BatchSource, heartbeat: Callable[[], None]) -> dict[str, Any]:
         trainer = self._trainer
         began = time.perf_counter()
         batches = trainer.batches_for_chunks(source, 0)
-        loss, tokens = trainer.validate(batches, trainer.config.training.validation_batches)
+        loss, tokens = trainer.validate(batches, trainer.config.training.validation_batches, heartbeat)
         self._validation = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens}
         trainer.attachment.traffic()  # validation is not part of any training step
         return {

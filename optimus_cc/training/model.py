@@ -87,9 +87,7 @@ def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> 
 
 
 def _build_chunk(config: RunConfig, transformer: TransformerConfig, padded_vocabulary: int, chunk: int) -> GPTModel:
-    virtual: dict[str, Any] = (
-        {"ignore_virtual": False, "vp_stage": chunk} if config.parallel.num_chunks > 1 else {}
-    )
+    virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk} if config.parallel.num_chunks > 1 else {}
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=_layer_spec(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,6 +16,12 @@ from tests.ranks import RankPool
 from tests.training_runs import train_ours
 
 LAYOUTS = ["pp2", "pp4", "tp2_pp2_dp2", "pp4_dp2", "pp4_v2", "pp4_v2_overlap", "pp2_v2_overlap"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cb": {},
+    "no epilogue": {"epilogue_only": False},
+    "flush": {"epilogue_only": False, "residual": "flush"},
+    "forward": {"compress_forward": True},
+}
 MESSAGE_BYTES = SEQUENCE * 2 * HIDDEN * 4
 
 
@@ -59,16 +66,10 @@ def test_every_toggle_changes_the_result_and_none_the_first_loss(ranks: RankPool
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", ["cb", "no epilogue", "flush", "forward"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_pipeline_traffic_is_what_the_schedule_and_the_rank_say(ranks: RankPool, layout: str, variant: str) -> None:
     """Bytes against arithmetic from the layout; the meter itself holds them against the transport at every record."""
-    options: dict[str, Any] = {
-        "cb": {},
-        "no epilogue": {"epilogue_only": False},
-        "flush": {"epilogue_only": False, "residual": "flush"},
-        "forward": {"compress_forward": True},
-    }[variant]
-    config = tiny(layout, low_rank(2, **options), steps=2)
+    config = tiny(layout, low_rank(2, **VARIANTS[variant]), steps=2)
     results = train(ranks, config)
     parallel, microbatches = config.parallel, config.num_microbatches
     boundaries = parallel.num_virtual_stages - 1
@@ -102,7 +103,6 @@ def test_pipeline_traffic_is_what_the_schedule_and_the_rank_say(ranks: RankPool,
 def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
     """Train with a communicator that keeps, by message identity, what was to be sent and what arrived."""
     from optimus_cc.communication import pipeline
-    from optimus_cc.compression import CompressedStream
 
     sent: dict[tuple[str, int, int, int], torch.Tensor] = {}
     arrived: dict[tuple[str, int, int, int], torch.Tensor] = {}
@@ -127,8 +127,12 @@ def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
         if message is not None:
             wire, payload = result
             as_sent = wire if payload is None else self._codec.decode(payload)
+            assert isinstance(as_sent, torch.Tensor)
             sent[direction, step, message.boundary, message.microbatch] = as_sent.detach().clone()
         return result
+
+    def keep(key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
+        arrived[key] = tensor.detach().clone()
 
     def communicate(self: Any, **kwargs: Any) -> Any:
         previous, following, requests = original[0](self, **kwargs)
@@ -139,11 +143,9 @@ def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
             key = (direction, step, message.boundary, message.microbatch)
             if requests and name in requests:
                 work = requests[name]
-                requests[name] = pipeline._AfterWait(
-                    work, lambda key=key, tensor=tensor: arrived.__setitem__(key, tensor.detach().clone()), None
-                )
+                requests[name] = pipeline._AfterWait(work, functools.partial(keep, key, tensor), None)
             else:
-                arrived[key] = tensor.detach().clone()
+                keep(key, tensor)
         return previous, following, requests
 
     cls._communicate, cls.begin, cls._next, cls._outgoing = communicate, begin, next_, outgoing  # type: ignore[method-assign]
@@ -151,7 +153,6 @@ def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
         train_ours(config)
     finally:
         cls._communicate, cls.begin, cls._next, cls._outgoing = original  # type: ignore[method-assign]
-    assert CompressedStream is not None
     return {"sent": sent, "arrived": arrived}
 
 

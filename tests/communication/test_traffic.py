@@ -79,35 +79,49 @@ def _collectives() -> list[tuple[str, float, float]]:
     count("world", "other", 2 * share * small.nbytes, lambda: dist.all_reduce(small))
     count("broadcast", "tensor_parallel", share * small.nbytes, lambda: dist.broadcast(small, 0, group=tp))
     count(
-        "all_gather_into_tensor", "parameter_gather", share * large.nbytes,
+        "all_gather_into_tensor",
+        "parameter_gather",
+        share * large.nbytes,
         lambda: dist.all_gather_into_tensor(large, small, group=dp),
     )
     count(
-        "all_gather_into_tensor", "tensor_parallel", share * large.nbytes,
+        "all_gather_into_tensor",
+        "tensor_parallel",
+        share * large.nbytes,
         lambda: dist.all_gather_into_tensor(large, small, group=tp),
     )
     count(
-        "all_gather", "tensor_parallel", share * large.nbytes,
+        "all_gather",
+        "tensor_parallel",
+        share * large.nbytes,
         lambda: dist.all_gather([torch.empty_like(small) for _ in range(size)], small, group=tp),
     )
     count(
-        "reduce_scatter_tensor", "data_parallel", share * large.nbytes,
+        "reduce_scatter_tensor",
+        "data_parallel",
+        share * large.nbytes,
         lambda: dist.reduce_scatter_tensor(small, large, group=dp),
     )
 
     def coalesced(call: Any) -> Any:
         def run() -> None:
-            with dist._coalescing_manager(dp, async_ops=True) as work:
+            with dist.distributed_c10d._coalescing_manager(dp, async_ops=True) as work:
                 call()
             work.wait()
 
         return run
 
-    count("coalesced all_reduce", "data_parallel", 4 * share * small.nbytes,
-          coalesced(lambda: (dist.all_reduce(small, group=dp), dist.all_reduce(small.clone(), group=dp))))
+    count(
+        "coalesced all_reduce",
+        "data_parallel",
+        4 * share * small.nbytes,
+        coalesced(lambda: (dist.all_reduce(small, group=dp), dist.all_reduce(small.clone(), group=dp))),
+    )
     with meter.scope("other"):
         count("in scope", "other", 2 * share * small.nbytes, lambda: dist.all_reduce(small, group=tp))
-        count("out of scope's reach", "data_parallel", 2 * share * small.nbytes, lambda: dist.all_reduce(small, group=dp))
+        count(
+            "out of scope's reach", "data_parallel", 2 * share * small.nbytes, lambda: dist.all_reduce(small, group=dp)
+        )
     count("barrier", "other", 0.0, lambda: dist.barrier(group=tp))
     meter.stop()
     return results
@@ -127,7 +141,8 @@ def _observe_twice_and_stop() -> bool:
     first.observe()
     second.observe()
     dist.all_reduce(torch.ones(4))
-    assert not first.take()["other"].wire_bytes and second.take()["other"].wire_bytes
+    assert not first.take()["other"].wire_bytes
+    assert second.take()["other"].wire_bytes
     first.stop()  # no longer the one that observes
     dist.all_reduce(torch.ones(4))
     assert second.take()["other"].wire_bytes

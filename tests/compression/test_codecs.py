@@ -41,14 +41,16 @@ def test_payload_is_what_the_wire_format_declares(name: str, shape: tuple[int, .
     wire = codec.wire_format(shape, dtype)
     payload = codec.encode(_random(shape, dtype), codec.new_state(("test",)))
     assert payload.wire == wire
-    assert payload.data.dim() == 1 and payload.data.is_contiguous()
+    assert payload.data.dim() == 1
+    assert payload.data.is_contiguous()
     assert payload.data.numel() * payload.data.element_size() == wire.nbytes
     assert wire.nbytes == sum(math.prod(part.shape) * part.dtype.itemsize for part in wire.parts)
     assert wire.logical_nbytes == math.prod(shape) * dtype.itemsize
     received = wire.allocate(torch.device("cpu"))
     received.copy_(payload.data)
     decoded = codec.decode(type(payload)(wire, received))
-    assert decoded.shape == torch.Size(shape) and decoded.dtype == dtype
+    assert decoded.shape == torch.Size(shape)
+    assert decoded.dtype == dtype
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (24, 16), (8, 2, 12), (1, 5), (5, 1), (1, 1), (7,)], ids=str)
@@ -192,14 +194,18 @@ def test_rank_below_one_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 20), columns=st.integers(1, 20), rank=st.integers(1, 25), seed=st.integers(0, 10**6),
-    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e6]), name=st.sampled_from(["warm", "cold", "bf16"]),
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 20),
+    rank=st.integers(1, 25),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e6]),
+    name=st.sampled_from(["warm", "cold", "bf16"]),
 )
 def test_output_plus_memory_is_input(rows: int, columns: int, rank: int, seed: int, scale: float, name: str) -> None:
     """Over a whole sequence: all that arrived, and what is still in memory, is all that was sent."""
-    codec = {
-        "warm": LowRank(rank), "cold": LowRank(rank, warm_start=False), "bf16": LowRank(rank, wire_dtype="bf16")
-    }[name]
+    codec = {"warm": LowRank(rank), "cold": LowRank(rank, warm_start=False), "bf16": LowRank(rank, wire_dtype="bf16")}[
+        name
+    ]
     stream = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
     sent, arrived = torch.zeros(rows, columns).double(), torch.zeros(rows, columns).double()
     for index in range(4):
@@ -207,10 +213,11 @@ def test_output_plus_memory_is_input(rows: int, columns: int, rank: int, seed: i
         before = stream.memory.double() if stream.memory is not None else 0.0
         decoded = codec.decode(stream.encode(tensor)).double()
         assert stream.memory is not None
-        torch.testing.assert_close(decoded + stream.memory.double(), tensor.double() + before, rtol=1e-5, atol=1e-5 * scale)
+        left = stream.memory.double()
+        torch.testing.assert_close(decoded + left, tensor.double() + before, rtol=1e-5, atol=1e-5 * scale)
         sent += tensor.double()
         arrived += decoded
-    torch.testing.assert_close(arrived + stream.memory.double(), sent, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(arrived + left, sent, rtol=1e-4, atol=1e-4 * scale)
     flushed = stream.flush(torch.zeros(rows, columns)).double()
     torch.testing.assert_close(arrived + flushed, sent, rtol=1e-4, atol=1e-4 * scale)
     assert stream.memory is None

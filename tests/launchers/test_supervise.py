@@ -441,6 +441,7 @@ def test_nobody_survives_a_killed_supervisor(tmp_path: Path) -> None:
     supervisor = Supervisor(
         """
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+        print(os.environ["OPTIMUS_CC_RENDEZVOUS"])
         print("ready", flush=True)
         time.sleep(1000)
         """,
@@ -448,8 +449,11 @@ def test_nobody_survives_a_killed_supervisor(tmp_path: Path) -> None:
     )
     supervisor.wait_for_ranks("ready")
     assert len(survivors(supervisor.mark)) == 8  # supervisor, guard, three ranks and their children
+    scratch = Path(last_lines(supervisor.logs / "rank_0.log")[0].removeprefix("file://")).parent
+    assert scratch.is_dir()
     supervisor.popen.kill()
     supervisor.wait()
+    assert not scratch.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills orphans on Linux only")

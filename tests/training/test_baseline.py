@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.configurations import LAYOUTS, tiny
 from tests.ranks import RankPool
 from tests.training_runs import train_ours, train_plain
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2": {},
     "pp4": {},
