@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 
+# Progress is shown as it happens, through a pipe too.
+export PYTHONUNBUFFERED = 1
+
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 

@@ -2,14 +2,18 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from hydra import version
 from hydra._internal.utils import _run_hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from optimus_cc import tasks
 from optimus_cc.config import ConfigError, compose
+from optimus_cc.config.help import help_text
 
 
 def job(composed: DictConfig) -> dict[str, Any]:
@@ -22,8 +26,9 @@ def job(composed: DictConfig) -> dict[str, Any]:
         return tasks.resolve(config.task.name)(config)
     except RunFailed as failure:
         print(failure, file=sys.stderr)
-        if failure.state != "failed":
-            sys.exit(failure.exit_code)  # somebody asked for an end: the rest of a sweep ends too
+        # Somebody asked for an end: the rest of a sweep ends too. A single run has no rest, and Hydra nothing to add.
+        if failure.state != "failed" or HydraConfig.get().mode == RunMode.RUN:
+            sys.exit(failure.exit_code)
         raise
 
 
@@ -32,6 +37,9 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here as they are
     try:
         arguments, parser = compose.parse(sys.argv[1:])
+        if arguments.help:
+            print(help_text([compose.CONF, *map(Path, filter(None, [arguments.config_dir]))]), end="")
+            return 0
         information = compose.asks_for_information(arguments)
         if not information:
             compose.compose(arguments)  # every run of a sweep is right, or none starts

@@ -160,6 +160,7 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
             1,
             log_dir=log_dir,
             stop=stop,
+            env=_import_path(),
             grace_s=config.launcher.stop_grace_s,
             on_poll=on_poll,
             name="the corpus preparation",
@@ -193,7 +194,7 @@ def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Pro
             ranks,
             log_dir=run.folder.logs,
             stop=stop,
-            env={process.DEVICE: device},
+            env={process.DEVICE: device, **_import_path()},
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.stop_grace_s,
             timeout_s=config.training.timeout_s,
@@ -206,6 +207,12 @@ def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Pro
     if summary is None:
         raise RunFailed("the ranks ended without a summary", f"  See their logs in {run.folder.logs}.")
     return summary
+
+
+def _import_path() -> dict[str, str]:
+    """Lets processes import this very package, installed or not, from whatever folder they are started in."""
+    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def rank_command(folder: RunFolder) -> list[str]:

@@ -135,7 +135,8 @@ def supervise(
         env: variables on top of this process's.
         threads_per_rank: OMP_NUM_THREADS; None: the machine's cores shared out.
         grace_s: how long the other ranks may take to end by themselves after one has failed.
-        timeout_s: without any rank's heartbeat for this long, and the grace, the ranks count as hung; None: never.
+        timeout_s: how long ranks wait for each other. Without any rank's heartbeat for twice as long, and the grace,
+            all count as hung; None: never.
         startup_s: the same until every rank has given its first heartbeat, if longer.
         on_poll: called every ``poll_s``.
         name: what a rank is called in messages.
@@ -372,7 +373,8 @@ class _Pulse:
         if seen != self._seen:
             self._seen, self._since = seen, now
         self.silent_s = now - self._since
-        limit = self._timeout_s + self._grace_s
+        # Twice, because the ranks' own time-outs should come first: they tell which rank it was.
+        limit = 2 * self._timeout_s + self._grace_s
         self.hung = self.silent_s > (max(limit, self._startup_s) if None in seen else limit)
 
 

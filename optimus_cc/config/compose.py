@@ -67,12 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentPar
 def asks_for_information(arguments: argparse.Namespace) -> bool:
     """Hydra answers and nothing is run."""
     return bool(
-        arguments.help
-        or arguments.hydra_help
-        or arguments.cfg
-        or arguments.info
-        or arguments.shell_completion
-        or arguments.resolve
+        arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion or arguments.resolve
     )
 
 
@@ -105,6 +100,7 @@ class _Composer:
     primary: str
     overrides: list[str]
     loaded: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
+    options: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> _Composer:
@@ -200,7 +196,10 @@ class _Composer:
                 yield Problem(key, got, f"{str(want).lower()}, which ablation={name} is about", fix)
 
     def _options(self, group: str) -> list[str]:
-        return self.loader.get_group_options(group.partition("@")[0])
+        group = group.partition("@")[0]
+        if group not in self.options:
+            self.options[group] = self.loader.get_group_options(group)
+        return self.options[group]
 
     def mistakes(self, overrides: Sequence[str], error: Exception, multirun: bool = False) -> list[Problem]:
         """What is wrong with ``overrides``, at which Hydra raised ``error``."""

@@ -19,7 +19,7 @@ class BpeTokenizerConfig:
     """Byte-level BPE, trained on the corpus's training documents."""
 
     name: Literal["bpe"] = "bpe"
-    vocabulary_size: Annotated[int, Field(ge=260)] = 4096
+    vocabulary_size: Annotated[int, Field(ge=260)] = 2048
     """At least the 256 bytes and the end-of-document token; a small corpus may yield fewer entries than asked for."""
 
     @property

@@ -8,6 +8,7 @@ the random state that its dropout and recomputation save. :func:`enable` points 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -125,5 +126,7 @@ def _replace_random_state() -> None:
     def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
+    # Here the two random states are one, so Megatron-core's remark that both changed is always true.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state

@@ -13,6 +13,8 @@ import pytest
 import run
 from optimus_cc import tasks
 from optimus_cc.config import ConfigError, Problem, RunConfig
+from optimus_cc.config.compose import CONF
+from optimus_cc.config.help import GROUPS, help_text
 from optimus_cc.runs import RunCancelled, RunFailed
 
 RUN = Path(run.__file__)
@@ -50,16 +52,28 @@ def test_questions_are_answered_without_heavy_imports(tmp_path: Path, arguments:
 
 def test_help_explains_every_group(tmp_path: Path) -> None:
     text = start(tmp_path, "--help").stdout
-    for group in (path for path in (RUN.parent / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
-        assert re.search(rf"^  {group.name} +\w", text, re.MULTILINE), f"{group.name} is not explained"
-        options = ", ".join(sorted(file.stem for file in group.glob("*.yaml")))
-        assert f"{group.name}: {options}\n" in text
-    assert "+ablation=" in text
+    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+    assert groups == sorted(GROUPS)
+    for group in groups:
+        assert re.search(rf"^  {group} +\w", text, re.MULTILINE), f"{group} is not explained"
+        for file in (CONF / group).glob("*.yaml"):
+            assert re.search(rf"\b{file.stem}\b", text), f"{group}={file.stem} is not listed"
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_lists_options_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "my_own.yaml").touch()
+    assert "my_own" in help_text([CONF, tmp_path])
 
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [(["--help", "model=x"], "model"), (["--cfg", "job", "trainng.steps=3"], "trainng.steps"), (["--resolve"], "")],
+    [
+        (["--cfg", "job", "model=x"], "model"),
+        (["--cfg", "job", "trainng.steps=3"], "trainng.steps"),
+        (["--resolve"], ""),
+    ],
 )
 def test_mistakes_in_questions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], key: str
@@ -97,7 +111,10 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setitem(tasks.TASKS, "train", f"{__name__}:train")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    return run.main()
+    try:
+        return run.main()
+    except SystemExit as end:
+        return int(str(end.code))
 
 
 @pytest.fixture(autouse=True)
@@ -143,11 +160,7 @@ def test_a_failed_run_does_not_stop_a_sweep(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_cancelled_run_stops_a_sweep(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    try:
-        code = main(monkeypatch, "-m", f"training.seed={seed},7")
-    except SystemExit as exit:
-        code = int(exit.code or 0)
-    assert code == 130
+    assert main(monkeypatch, "-m", f"training.seed={seed},7") == 130
     assert [config.training.seed for config in started] == [seed]
 
 

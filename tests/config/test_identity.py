@@ -86,7 +86,7 @@ def test_every_scientific_key_and_no_other_changes_it() -> None:
         ("+ablation=cb_no_epilogue", "technique.cb.epilogue_only=false"),
         ("technique=baseline", "technique=baseline technique.cb.residual=carry"),
         ("", "tracking=wandb runs_dir=/elsewhere launcher.threads_per_rank=2 force=true cluster.ranks_per_node=4"),
-        ("", "technique.cb.codec.rank=4"),
+        ("", "technique.cb.codec.rank='${model.cb_rank}'"),
     ],
 )
 def test_the_same_computation_is_the_same_run(line: str, same: str) -> None:

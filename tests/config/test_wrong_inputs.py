@@ -102,8 +102,16 @@ WRONG: list[tuple[str, str, str]] = [
     ("parallel.tensor_parallel_size=3", "parallel.tensor_parallel_size", "power of two"),
     ("parallel=pp4_dp2 cluster.ranks_per_node=4", "parallel", "at most 4 ranks"),
     ("cluster=a100_hdr200", "cluster.num_nodes", "cluster=local"),
-    ("training.global_batch_size=30", "training.global_batch_size", "fix:     training.global_batch_size=32"),
-    ("model=gpt_mini parallel=pp4_v2 training.global_batch_size=24", "training.global_batch_size", "interleaved"),
+    (
+        "training.micro_batch_size=4 training.global_batch_size=30",
+        "training.global_batch_size",
+        "fix:     training.global_batch_size=32",
+    ),
+    (
+        "model=gpt_mini parallel=pp4_v2 training.micro_batch_size=4 training.global_batch_size=24",
+        "training.global_batch_size",
+        "interleaved",
+    ),
     ("parallel=pp2_v2 parallel.overlap_p2p=false parallel.batch_p2p=true", "parallel.overlap_p2p", "overlap_p2p=true"),
     ("parallel=pp2_v2 parallel.batch_p2p=true", "parallel.batch_p2p", "parallel.batch_p2p=false"),
     ("parallel.overlap_p2p=true parallel.batch_p2p=false", "parallel.overlap_p2p", "num_chunks"),
@@ -142,7 +150,7 @@ def test_wrong_input(line: str, key: str, text: str) -> None:
         ("-m model=gpt_mini,gpt_tyni", "model=gpt_tyni"),
         ("-m model=gpt_mini,gpt_tiny parallel=pp4,pp4_v2", "model=gpt_tiny parallel=pp4_v2"),
         ("-m +ablation=baseline,cb technique=baseline", "+ablation=cb technique=baseline"),
-        ("hydra.mode=MULTIRUN training.micro_batch_size=4,5", "training.micro_batch_size=5"),
+        ("hydra.mode=MULTIRUN training.seed=1,-1", "training.seed=-1"),
     ],
 )
 def test_a_sweep_says_which_run_is_wrong(line: str, where: str) -> None:

@@ -1,0 +1,53 @@
+"""What ``python run.py --help`` prints. Hydra's own help composes first, which takes longer than a look is worth."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+GROUPS = {
+    "task": "what to do",
+    "model": "the GPT's shape, and the compression rank that suits it",
+    "parallel": "ranks and schedule: tp tensor, pp pipeline, dp data parallel, v chunks per pipeline rank",
+    "technique": "what is done to the traffic",
+    "codec": "how a tensor is compressed, wherever that is done: codec@technique.cb.codec=OPTION",
+    "ablation": "one difference laid on top, technique included: +ablation=OPTION, with a plus",
+    "data": "the corpus",
+    "tokenizer": "text to tokens",
+    "optimizer": "optimizer and learning-rate schedule",
+    "training": "length, batches, precision, validation",
+    "cluster": "the machines",
+    "launcher": "how ranks are started",
+    "tracking": "a copy of the metrics elsewhere",
+}
+
+_TEMPLATE = """\
+Trains a GPT under 3D parallelism and compresses the traffic on its critical path (Optimus-CC).
+
+  python run.py [GROUP=OPTION ...] [KEY=VALUE ...] [+ablation=OPTION]
+
+Examples
+  python run.py                             compressed backpropagation in four pipeline stages
+  python run.py +ablation=cb_no_epilogue    one ablation
+  python run.py parallel=tp2_pp2_dp2 technique.cb.codec.rank=8
+  python run.py -m +ablation=baseline,cb training.seed=1,2,3
+                                            a sweep: every combination, one after the other
+  python run.py data=jsonl data.path=corpus.jsonl.zst data.label=corpus
+  python run.py --cfg job model=gpt_mini    show the configuration, with all its keys; start nothing
+
+Groups and their options
+{groups}
+
+Each run leaves one folder, runs_dir/ID (runs_dir=runs). A finished run is not run twice unless force=true.
+--config-dir FOLDER adds options of your own, in a folder for each group. --hydra-help lists Hydra's other flags.
+"""
+
+
+def help_text(folders: list[Path]) -> str:
+    """The help, with the options that the configuration folders hold."""
+    lines = []
+    for group, meaning in GROUPS.items():
+        options = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+        lines.append(f"  {group:<11}{meaning}")
+        lines += textwrap.wrap(", ".join(options), 100, initial_indent=" " * 15, subsequent_indent=" " * 15)
+    return _TEMPLATE.format(groups="\n".join(lines))
