@@ -56,7 +56,7 @@ def tiny(
             "technique": technique or {"name": "baseline"},
             "data": {"name": "wikipedia_sample"},
             "tokenizer": {"name": "bpe"},
-            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, **(optimizer or {})},
+            "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.25, **(optimizer or {})},
             "training": {
                 "steps": steps,
                 "global_batch_size": num_microbatches * micro_batch_size * sizes.get("data_parallel_size", 1),

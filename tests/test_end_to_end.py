@@ -40,7 +40,7 @@ def command(workplace: Path, *overrides: str) -> list[str]:
         *("parallel=pp2", "model.num_layers=2", "model.hidden_size=32", "model.sequence_length=32"),
         *("data=jsonl", f"data.path={workplace / 'corpus.jsonl'}", f"data.cache_dir={workplace / 'cache'}"),
         *("data.split=[0.8,0.1,0.1]", "tokenizer.vocabulary_size=300", f"runs_dir={workplace / 'runs'}"),
-        *("training.steps=6", "training.validation_interval=3", "optimizer.warmup_steps=1", "launcher.stop_grace_s=2"),
+        *("training.steps=6", "training.validation_interval=3", "launcher.stop_grace_s=2"),
         *("model.num_attention_heads=2", *overrides),
     ]
 

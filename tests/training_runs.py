@@ -165,7 +165,17 @@ def train_plain(config: RunConfig) -> dict[str, Any]:
         use_gloo_process_groups=False,
     )
     schedule = OptimizerParamScheduler(
-        optimizer, 0.0, config.optimizer.learning_rate, 0.0, 1, training.steps, "cosine", 0.01, 0.01, 0, "constant"
+        optimizer,
+        0.0,
+        config.optimizer.learning_rate,
+        0.0,
+        training.steps // 4,
+        training.steps,
+        "cosine",
+        0.01,
+        0.01,
+        0,
+        "constant",
     )
     tf.finalize_model_grads_func = finalize_model_grads
     tf.grad_scale_func = optimizer.scale_loss

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, strict
+from optimus_cc.config.schema import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, strict
 
 
 @strict
@@ -16,8 +16,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Where the decay ends."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up."""
+    warmup_fraction: Fraction = 0.0
+    """Share of the steps until the end of the decay that is linear warm-up."""
     decay_steps: PositiveInt | None = None
     """Step at which the decay ends; null: training.steps."""
     decay_style: Literal["cosine", "linear", "constant"] = "cosine"
@@ -29,6 +29,11 @@ class OptimizerConfig:
     """Of sgd."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
+
+    def schedule_steps(self, training_steps: int) -> tuple[int, int]:
+        """(steps of warm-up, step at which the decay ends) in a training of ``training_steps``."""
+        decay_steps = self.decay_steps or training_steps
+        return int(self.warmup_fraction * decay_steps), decay_steps
 
     def problems(self) -> Iterator[Problem]:
         if self.min_learning_rate > self.learning_rate:

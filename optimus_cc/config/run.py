@@ -151,7 +151,6 @@ class RunConfig:
             yield from group.problems()
         yield from self._layout_problems()
         yield from self._batch_problems()
-        yield from self._optimizer_problems()
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -246,16 +245,6 @@ class RunConfig:
                 "carry or reset: every boundary compresses one message per mini-batch here, and flush sends that "
                 "one uncompressed, so nothing would be compressed",
                 "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
-            )
-
-    def _optimizer_problems(self) -> Iterator[Problem]:
-        end = self.optimizer.decay_steps or self.training.steps
-        if self.optimizer.warmup_steps >= end:
-            yield Problem(
-                "optimizer.warmup_steps",
-                self.optimizer.warmup_steps,
-                f"below the end of the decay, {end} steps",
-                f"optimizer.warmup_steps={end // 10}, or raise training.steps or optimizer.decay_steps",
             )
 
 

@@ -32,13 +32,14 @@ def build_optimizer(
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
+    warmup_steps, decay_steps = ours.schedule_steps(config.training.steps)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=ours.learning_rate,
         min_lr=ours.min_learning_rate,
-        lr_warmup_steps=ours.warmup_steps,
-        lr_decay_steps=ours.decay_steps or config.training.steps,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
         lr_decay_style=ours.decay_style,
         start_wd=ours.weight_decay,
         end_wd=ours.weight_decay,

@@ -117,7 +117,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("parallel.overlap_p2p=true parallel.batch_p2p=false", "parallel.overlap_p2p", "num_chunks"),
     ("parallel=single technique=baseline parallel.num_chunks=2", "parallel.num_chunks", "pipeline_parallel_size = 1"),
     ("optimizer.min_learning_rate=1", "optimizer.min_learning_rate", "at most optimizer.learning_rate"),
-    ("optimizer.warmup_steps=1000", "optimizer.warmup_steps", "below the end of the decay"),
+    ("optimizer.warmup_fraction=1.0", "optimizer.warmup_fraction", "below 1.0"),
     # techniques that do nothing, or not what was said
     ("parallel=single", "technique.cb.enabled", "technique=baseline"),
     ("codec@technique.cb.codec=identity", "technique.cb.codec", "a codec that compresses"),
