@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -29,8 +30,12 @@ class CompressedStream:
         total = self._with_memory(tensor)
         payload = self.codec.encode(total.to(tensor.dtype), self.state)
         residual = total - self.codec.decode(payload)
-        # A non-finite tensor goes out non-finite, but nothing of it may reach later ones.
-        self.memory = torch.where(torch.isfinite(residual).all(), residual, torch.zeros_like(residual))
+        if residual.numel():
+            # A non-finite tensor goes out non-finite, but nothing of it may reach later ones. The norm is one number
+            # on the device: nothing waits for it, and no mask of the tensor's size is made.
+            finite = torch.isfinite(torch.linalg.vector_norm(residual, ord=math.inf))
+            residual.masked_fill_(~finite, 0.0)
+        self.memory = residual
         return payload
 
     def flush(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -92,8 +92,9 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
-def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def is_installed(module: str) -> bool:
+    """Whether an optional package is there, without importing it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _device(config: RunConfig) -> torch.device:

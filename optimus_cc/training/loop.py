@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from optimus_cc.communication.attach import Attachment, attach
-from optimus_cc.communication.traffic import TRAFFIC_CLASSES, TrafficMeter
+from optimus_cc.communication.traffic import TrafficMeter
 from optimus_cc.config import RunConfig
 from optimus_cc.training.backend import Backend
+from optimus_cc.training.history import History, perplexity
 from optimus_cc.training.model import build_model
 from optimus_cc.training.optimizer import build_optimizer
 
@@ -217,136 +217,46 @@ def run(
         NonFiniteLoss: on every rank, unless training.on_nonfinite_loss is ``continue``.
     """
     training = trainer.config.training
-    history = _History(trainer)
+    history = History(trainer)
     batches = trainer.batches_for_chunks(train_batches, trainer.step)
-    history.start_interval()
+    history.resume()
+    validated: dict[str, Any] = {}
     while trainer.step < training.steps:
-        loss, grad_norm = trainer.train_step(batches)
+        history.add(*trainer.train_step(batches))
         heartbeat()
         last = trainer.step == training.steps
         if trainer.step % training.log_interval == 0 or last:
-            values = history.train_record(loss, grad_norm)
+            values = history.train_record()
             record(values)
             if not math.isfinite(values["loss"]) and training.on_nonfinite_loss == "stop":
                 raise NonFiniteLoss(
-                    f"the training loss became {values['loss']} at step {trainer.step} (gradient norm {grad_norm:.4g}, "
+                    f"the training loss became {values['loss']} by step {trainer.step} "
+                    f"(gradient norm {values['grad_norm']:.4g}, "
                     f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on"
                 )
         if trainer.any_rank(stop is not None and stop.requested):
             return Stopped(trainer.step)
         if trainer.step % training.validation_interval == 0 or last:
-            record(history.validation_record(validation_batches, heartbeat))
-            history.start_interval()
-    return history.summary()
+            history.pause()
+            validated = validation_record(trainer, validation_batches, heartbeat)
+            record(validated)
+            history.resume()
+    return history.summary(validated)
 
 
-class _History:
-    """Turns what happens into records, and records into a summary."""
-
-    WARM_UP_STEPS = 5
-    """Steps left out of step-time statistics: the first ones allocate and compile."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._began = time.perf_counter()
-        self._step_times: list[float] = []
-        self._traffic: dict[str, list[float]] = {name: [0.0, 0.0] for name in TRAFFIC_CLASSES}
-        self._traffic_steps = 0
-        self._validation: dict[str, Any] = {}
-        self._last_loss = math.nan
-        self._mark = (0.0, 0)
-        # What building the model sent is not part of any step.
-        trainer.attachment.traffic()
-
-    def start_interval(self) -> None:
-        self._trainer.backend.synchronize()
-        self._mark = (time.perf_counter(), self._trainer.step)
-
-    def train_record(self, loss: torch.Tensor, grad_norm: float) -> dict[str, Any]:
-        trainer = self._trainer
-        self._last_loss = trainer.mean_loss(loss)
-        trainer.backend.synchronize()
-        began, first_step = self._mark
-        steps = trainer.step - first_step
-        step_time = (time.perf_counter() - began) / steps
-        if trainer.step > self.WARM_UP_STEPS:
-            self._step_times.append(step_time)
-        tokens = trainer.config.training.global_batch_size * trainer.config.model.sequence_length
-        flops = trainer.config.model.flops_per_token(trainer.padded_vocabulary) * tokens
-        record = {
-            "kind": "train",
-            "step": trainer.step,
-            "loss": self._last_loss,
-            "perplexity": perplexity(self._last_loss),
-            "grad_norm": grad_norm,
-            "learning_rate": trainer.learning_rate(),
-            "tokens_per_s": tokens / step_time,
-            "tflop_per_s_per_rank": flops / step_time / trainer.backend.world_size / 1e12,
-            "step_time_s": step_time,
-            "traffic": self._traffic_per_step(steps),
-        }
-        self.start_interval()
-        return record
-
-    def validation_record(self, source: BatchSource, heartbeat: Callable[[], None]) -> dict[str, Any]:
-        trainer = self._trainer
-        began = time.perf_counter()
-        batches = trainer.batches_for_chunks(source, 0)
-        loss, tokens = trainer.validate(batches, trainer.config.training.validation_batches, heartbeat)
-        self._validation = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens}
-        trainer.attachment.traffic()  # validation is not part of any training step
-        return {
-            "kind": "validation",
-            "step": trainer.step,
-            **self._validation,
-            "wall_s": time.perf_counter() - began,
-        }
-
-    def summary(self) -> dict[str, Any]:
-        trainer = self._trainer
-        times = sorted(self._step_times)
-        step_time = None
-        if times:
-            step_time = {
-                "mean": statistics.fmean(times),
-                "median": statistics.median(times),
-                "p95": times[min(len(times) - 1, int(0.95 * len(times)))],
-            }
-        tokens = trainer.config.training.global_batch_size * trainer.config.model.sequence_length
-        return {
-            "steps": trainer.step,
-            "parameters": trainer.num_parameters,
-            "train": {"loss": self._last_loss, "perplexity": perplexity(self._last_loss)},
-            "validation": self._validation,
-            "step_time_s": step_time,
-            "tokens_per_s": tokens / step_time["median"] if step_time else None,
-            "traffic": {
-                name: {
-                    "logical_bytes_per_step": logical / self._traffic_steps,
-                    "wire_bytes_per_step": wire / self._traffic_steps,
-                    "logical_bytes": logical,
-                    "wire_bytes": wire,
-                }
-                for name, (logical, wire) in self._traffic.items()
-            },
-            "wall_s": time.perf_counter() - self._began,
-        }
-
-    def _traffic_per_step(self, steps: int) -> dict[str, dict[str, float]]:
-        """Bytes that all ranks together sent in a step, by class: the mean over the interval."""
-        counts = self._trainer.attachment.traffic()
-        mine = [value for name in TRAFFIC_CLASSES for value in (counts[name].logical_bytes, counts[name].wire_bytes)]
-        totals = self._trainer.sum_over_ranks(mine)
-        self._traffic_steps += steps
-        per_step: dict[str, dict[str, float]] = {}
-        for index, name in enumerate(TRAFFIC_CLASSES):
-            logical, wire = totals[2 * index], totals[2 * index + 1]
-            self._traffic[name][0] += logical
-            self._traffic[name][1] += wire
-            per_step[name] = {"logical_bytes": logical / steps, "wire_bytes": wire / steps}
-        return per_step
-
-
-def perplexity(loss: float) -> float:
-    """Token perplexity of a mean loss per token (nats)."""
-    return math.exp(loss) if loss < 700 else math.inf
+def validation_record(
+    trainer: Trainer, batches: BatchSource, heartbeat: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Validate now, on the same batches each time; what to record of it."""
+    began = time.perf_counter()
+    loss, tokens = trainer.validate(
+        trainer.batches_for_chunks(batches, 0), trainer.config.training.validation_batches, heartbeat
+    )
+    return {
+        "kind": "validation",
+        "step": trainer.step,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "tokens": tokens,
+        "wall_s": time.perf_counter() - began,
+    }

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from optimus_cc.config import RunConfig
-from optimus_cc.training.backend import Backend, has_transformer_engine
+from optimus_cc.training.backend import Backend, is_installed
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -55,7 +55,7 @@ def transformer_config(config: RunConfig, backend: Backend) -> TransformerConfig
         batch_p2p_sync=False,
         use_cpu_initialization=not backend.is_cuda,
         gradient_accumulation_fusion=False,
-        masked_softmax_fusion=fused,
+        masked_softmax_fusion=fused and is_installed("scaled_masked_softmax_cuda"),
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused,
         deterministic_mode=False,
@@ -67,7 +67,7 @@ def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> 
     """The chunks of this rank, on its device, wrapped in Megatron-core's DistributedDataParallel."""
     transformer = transformer_config(config, backend)
     chunks = [
-        _build_chunk(config, transformer, padded_vocabulary, chunk).to(backend.device)
+        _build_chunk(config, transformer, padded_vocabulary, chunk, backend).to(backend.device)
         for chunk in range(config.parallel.num_chunks)
     ]
     if transformer.bf16:
@@ -86,11 +86,13 @@ def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> 
     return wrapped
 
 
-def _build_chunk(config: RunConfig, transformer: TransformerConfig, padded_vocabulary: int, chunk: int) -> GPTModel:
+def _build_chunk(
+    config: RunConfig, transformer: TransformerConfig, padded_vocabulary: int, chunk: int, backend: Backend
+) -> GPTModel:
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk} if config.parallel.num_chunks > 1 else {}
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=_layer_spec(),
+        transformer_layer_spec=_layer_spec(backend),
         vocab_size=padded_vocabulary,
         max_sequence_length=config.model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
@@ -105,8 +107,8 @@ def _build_chunk(config: RunConfig, transformer: TransformerConfig, padded_vocab
     return model
 
 
-def _layer_spec() -> Any:
-    if has_transformer_engine():
+def _layer_spec(backend: Backend) -> Any:
+    if backend.is_cuda and is_installed("transformer_engine"):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optimus_cc.config import RunConfig, compose, load
+from optimus_cc.config import ConfigError, RunConfig, compose, load
 from optimus_cc.config.compose import CONF
 from tests.config.command_line import composed, one
 
