@@ -126,6 +126,7 @@ def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
         result = original[3](self, tensor, direction)
         message = last.pop((id(self._to_send), direction), None)
         if message is not None:
+            as_sent: Any
             as_sent, encoded = result
             if encoded:
                 as_sent = self._codec.decode(Payload(self._codec.wire_format(tensor.shape, tensor.dtype), as_sent))
