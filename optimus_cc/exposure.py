@@ -42,13 +42,20 @@ class Schedule:
     pipeline_parallel_size: int
     num_chunks: int
     num_microbatches: int
+    microbatch_group_size: int | None = None
+    """Micro-batches that go through one chunk before the next chunk's turn (Megatron-core's
+    microbatch_group_size_per_vp_stage); None: pipeline_parallel_size."""
+
+    @property
+    def group_size(self) -> int:
+        return self.microbatch_group_size or self.pipeline_parallel_size
 
     def warmup_steps(self, rank: int) -> int:
         """Forward steps that pipeline rank ``rank`` runs before its first backward step."""
         behind = self.pipeline_parallel_size - rank - 1
         if self.num_chunks == 1:
             return min(behind, self.num_microbatches)
-        steps = 2 * behind + (self.num_chunks - 1) * self.pipeline_parallel_size
+        steps = 2 * behind + (self.num_chunks - 1) * self.group_size
         return min(steps, self.num_steps)
 
     @property
@@ -60,10 +67,9 @@ class Schedule:
     def forward_order(self) -> tuple[tuple[int, int], ...]:
         """(chunk, micro-batch) of each forward step, in order; the same on every rank.
 
-        Micro-batches advance through the chunks in groups of pipeline_parallel_size (the last group may be larger
-        or smaller).
+        Micro-batches advance through the chunks in groups of :attr:`group_size`; the last group may be smaller.
         """
-        group = self.pipeline_parallel_size if self.num_chunks > 1 else self.num_microbatches
+        group = self.group_size if self.num_chunks > 1 else self.num_microbatches
         return tuple(
             (chunk, microbatch)
             for start in range(0, self.num_microbatches, group)

@@ -7,7 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 warnings.filterwarnings("ignore")
 
-import optimus_cc.training.loop  # noqa: E402, F401
 from optimus_cc.training import cpu  # noqa: E402
 
 cpu.enable()
+
+import optimus_cc.training.loop  # noqa: E402, F401

@@ -125,7 +125,7 @@ class _StubChunk(torch.nn.Module):
 
 
 def run_schedule(
-    size: int, chunks: int, microbatches: int, rank: int, *, overlap: bool, overlap_warmup: bool = False
+    size: int, chunks: int, microbatches: int, rank: int, *, overlap: bool, group_size: int | None = None
 ) -> Log:
     """One mini-batch of one pipeline rank on Megatron-core's own schedule function."""
     virtual = chunks if chunks > 1 else None
@@ -141,6 +141,8 @@ def run_schedule(
         batch_p2p_comm=not overlap,
         overlap_p2p_comm_warmup_flush=overlap_warmup,
     )
+    if group_size is not None:
+        config.microbatch_group_size_per_vp_stage = group_size
     log = Log()
     codes: list[tuple[int, int]] = []
     last_rank = rank == size - 1
@@ -184,11 +186,11 @@ def run_schedule(
     return log
 
 
-def megatron_warmup(size: int, chunks: int, microbatches: int, rank: int) -> int:
+def megatron_warmup(size: int, chunks: int, microbatches: int, rank: int, group_size: int) -> int:
     """Warm-up steps of the interleaved schedule by Megatron-core's own count."""
     import inspect
 
     parameters = inspect.signature(schedules.get_pp_rank_microbatches).parameters
     stub = SimpleNamespace(pp_group=StubGroup(rank, size), virtual_pipeline_model_parallel_size=chunks)
     arguments: dict[str, Any] = {"p2p_communicator": stub} if "p2p_communicator" in parameters else {}
-    return int(schedules.get_pp_rank_microbatches(microbatches, chunks, size, forward_only=False, **arguments)[2])
+    return int(schedules.get_pp_rank_microbatches(microbatches, chunks, group_size, forward_only=False, **arguments)[2])

@@ -22,15 +22,19 @@ INTERLEAVED = [
 ]
 
 
-def disagreements(case: tuple[int, int, int, bool], schedule_type: Callable[..., Schedule] = Schedule) -> list[str]:
+def disagreements(
+    case: tuple[int, int, int, bool], schedule_type: Callable[..., Schedule] = Schedule, group_size: int | None = None
+) -> list[str]:
     """Where the map and what happened differ, over all ranks of one combination."""
     from tests.schedules import megatron_warmup, run_schedule
 
     size, chunks, microbatches, overlap = case
-    schedule = schedule_type(pipeline_parallel_size=size, num_chunks=chunks, num_microbatches=microbatches)
+    schedule = schedule_type(
+        pipeline_parallel_size=size, num_chunks=chunks, num_microbatches=microbatches, microbatch_group_size=group_size
+    )
     found = []
     for rank in range(size):
-        log = run_schedule(size, chunks, microbatches, rank, overlap=overlap)
+        log = run_schedule(size, chunks, microbatches, rank, overlap=overlap, group_size=group_size)
         sent = [(message.boundary, message.microbatch) for message in schedule.sent_backward(rank)]
         if sent != [(chunk * size + rank - 1, microbatch) for chunk, microbatch in log.sent_backward]:
             found.append(f"rank {rank} sends other gradients")
@@ -49,7 +53,7 @@ def disagreements(case: tuple[int, int, int, bool], schedule_type: Callable[...,
                 in_cooldown = number in log.received_in_cooldown
             else:
                 # The cool-down is as long as the warm-up, by Megatron-core's own count.
-                cooldown = megatron_warmup(size, chunks, microbatches, rank)
+                cooldown = megatron_warmup(size, chunks, microbatches, rank, group_size or size)
                 step = log.backward_steps.index(log.consumed_backward[number])
                 in_cooldown = step >= len(log.backward_steps) - cooldown
             if in_cooldown != message.epilogue:
@@ -69,11 +73,34 @@ def check_share(cases: list[tuple[int, int, int, bool]]) -> tuple[int, dict[tupl
 
 @pytest.mark.megatron
 def test_map_equals_the_schedules_calls(ranks: RankPool) -> None:
-    """Every combination that Megatron-core accepts up to 8 stages, 4 chunks, 32 micro-batches."""
+    """Every combination that Megatron-core accepts by default up to 8 stages, 4 chunks, 32 micro-batches."""
     cases = ONE_F_ONE_B + INTERLEAVED
     results = ranks.run(2, check_share, cases)
     assert sum(count for count, _ in results) == len(cases) == 224 + 270
     assert [wrong for _, wrong in results if wrong] == []
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("case", "group_size"),
+    [
+        ((4, 2, 16, False), 8),
+        ((4, 3, 12, True), 6),
+        ((2, 2, 9, True), 3),
+        ((4, 2, 14, False), 5),
+        ((3, 4, 6, False), 6),
+    ],
+)
+def test_map_knows_other_group_sizes(ranks: RankPool, case: tuple[int, int, int, bool], group_size: int) -> None:
+    """microbatch_group_size_per_vp_stage between the pipeline's size and the number of micro-batches."""
+    assert ranks.run(1, disagreements, case, Schedule, group_size) == [[]]
+    assert ranks.run(1, disagreements, case, _PipelineSizedGroups, group_size) != [[]]
+
+
+class _PipelineSizedGroups(Schedule):
+    @property
+    def group_size(self) -> int:
+        return self.pipeline_parallel_size
 
 
 class _EpilogueByTheSendersPhase(Schedule):

@@ -72,6 +72,11 @@ class CompressedP2PCommunicator(P2PCommunicator):
         split_over: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(pp_group, config)
+        if technique.enabled and (config.overlap_moe_expert_parallel_comm or config.mtp_standalone):
+            raise ValueError(
+                "compressed backpropagation does not know the schedule that overlap_moe_expert_parallel_comm or "
+                "mtp_standalone make: both must be off"
+            )
         if (technique.enabled or split_over is not None) and (
             config.variable_seq_lengths or config.use_ring_exchange_p2p
         ):
@@ -87,6 +92,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
         self._share = split_over.rank() if split_over is not None else 0
         self._codec: Codec = build_codec(technique.codec)
         self._streams: dict[str, CompressedStream] = {}
+        self._to_remember: list[CompressedStream] = []
         self._schedule: Schedule | None = None
         self._to_send: dict[str, deque[Message]] = {}
         self._to_receive: dict[str, deque[Message]] = {}
@@ -96,12 +102,15 @@ class CompressedP2PCommunicator(P2PCommunicator):
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
         """Start a fresh ledger: the messages that one call of the schedule will exchange, in order."""
         self._to_send, self._to_receive, self._schedule = {}, {}, None
+        if not forward_only and self.technique.residual == "reset":
+            self._reset()  # also after a mini-batch that an exception ended
         if forward_only or not self.technique.enabled:
             return
         schedule = Schedule(
             pipeline_parallel_size=self.pp_group.size(),
             num_chunks=self.virtual_pipeline_model_parallel_size or 1,
             num_microbatches=num_microbatches,
+            microbatch_group_size=self.config.microbatch_group_size_per_vp_stage,
         )
         rank = self.pp_group.rank()
         self._schedule = schedule
@@ -125,8 +134,11 @@ class CompressedP2PCommunicator(P2PCommunicator):
             if left:
                 raise ScheduleMismatch(f"messages that were never {verb} in this mini-batch: {left}")
         if self.technique.residual == "reset":
-            for stream in self._streams.values():
-                stream.reset()
+            self._reset()
+
+    def _reset(self) -> None:
+        for stream in self._streams.values():
+            stream.reset()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -184,12 +196,15 @@ class CompressedP2PCommunicator(P2PCommunicator):
         message = self._next(self._to_send, direction, "sent")
         logical = tensor.numel() * tensor.element_size()
         out, changed = tensor, False
-        if self._shares > 1:
+        if self._is_split(tensor.shape):
             out, changed = tensor.detach().chunk(self._shares)[self._share], True
         if message is not None and self._is_compressed(direction, message):
             if tensor.dtype != self.config.pipeline_dtype:
                 raise ScheduleMismatch(f"a {tensor.dtype} message where pipeline_dtype is {self.config.pipeline_dtype}")
-            out, changed = self._stream(f"{direction}.{message.boundary}").encode(out.detach()).data, True
+            stream = self._stream(f"{direction}.{message.boundary}")
+            out, changed = stream.encode(out.detach(), remember=False).data, True
+            if not (message.last and self.technique.residual == "reset"):  # that residual would be dropped unseen
+                self._to_remember.append(stream)
         elif message is not None and direction == "backward" and self.technique.flushes and message.last:
             out = self._stream(f"{direction}.{message.boundary}").flush(out.detach())
         self.meter.add(f"pipeline_{direction}", logical, out.numel() * out.element_size())
@@ -210,15 +225,17 @@ class CompressedP2PCommunicator(P2PCommunicator):
         send_prev, prev_changed = self._outgoing(tensor_send_prev, "backward")
         decode_prev = recv_prev and self._arrives_compressed("forward")
         decode_next = recv_next and self._arrives_compressed("backward")
-        if self._shares == 1 and not (next_changed or prev_changed or decode_prev or decode_next):
-            result: tuple[torch.Tensor | None, torch.Tensor | None, Any] = super()._communicate(
-                tensor_send_next=send_next,
-                tensor_send_prev=send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
-            )
+        splits = (recv_prev or recv_next) and self._is_split(tensor_shape)
+        if not (splits or next_changed or prev_changed or decode_prev or decode_next):
+            with self.meter.pipeline_transfer():
+                result: tuple[torch.Tensor | None, torch.Tensor | None, Any] = super()._communicate(
+                    tensor_send_next=send_next,
+                    tensor_send_prev=send_prev,
+                    recv_prev=recv_prev,
+                    recv_next=recv_next,
+                    tensor_shape=tensor_shape,
+                    wait_on_reqs=wait_on_reqs,
+                )
             return result
         arriving: dict[str, _Arriving] = {}
         if recv_prev:
@@ -228,15 +245,18 @@ class CompressedP2PCommunicator(P2PCommunicator):
         buffers = {name: item.buffer for name, item in arriving.items()}
         batched = self.config.batch_p2p_comm
         post = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
-        requests = post(
-            tensor_send_prev=send_prev,
-            tensor_recv_prev=buffers.get("recv_prev"),
-            tensor_send_next=send_next,
-            tensor_recv_next=buffers.get("recv_next"),
-            group=self.pp_group,
-            prev_pipeline_rank=self.prev_rank,
-            next_pipeline_rank=self.next_rank,
-        )
+        with self.meter.pipeline_transfer():
+            requests = post(
+                tensor_send_prev=send_prev,
+                tensor_recv_prev=buffers.get("recv_prev"),
+                tensor_send_next=send_next,
+                tensor_recv_next=buffers.get("recv_next"),
+                group=self.pp_group,
+                prev_pipeline_rank=self.prev_rank,
+                next_pipeline_rank=self.next_rank,
+            )
+        while self._to_remember:
+            self._to_remember.pop().remember()
         if wait_on_reqs:
             for request in requests.values() if isinstance(requests, dict) else requests:
                 request.wait()
@@ -254,20 +274,28 @@ class CompressedP2PCommunicator(P2PCommunicator):
         previous, following = arriving.get("recv_prev"), arriving.get("recv_next")
         return previous.tensor if previous else None, following.tensor if following else None, requests
 
+    def _communicate_shapes(self, *args: Any, **kwargs: Any) -> Any:
+        with self.meter.pipeline_transfer(False):  # control messages, not activations or gradients
+            return super()._communicate_shapes(*args, **kwargs)
+
+    def _is_split(self, shape: Sequence[int]) -> bool:
+        """Whether tensor-parallel ranks each send a share of such a message; both ends know its shape."""
+        return self._shares > 1 and shape[0] % self._shares == 0
+
     def _arriving(self, shape: Sequence[int], compressed: bool) -> _Arriving:
         tensor = torch.empty(
             tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
         )
         codec = self._codec if compressed else _IDENTITY
-        share = (tensor.shape[0] // self._shares, *tensor.shape[1:])
-        wire = codec.wire_format(share, tensor.dtype)
-        if not compressed and self._shares == 1:
+        shares = self._shares if self._is_split(tensor.shape) else 1
+        wire = codec.wire_format((tensor.shape[0] // shares, *tensor.shape[1:]), tensor.dtype)
+        if not compressed and shares == 1:
             return _Arriving(tensor, tensor, lambda: None)
         buffer = wire.allocate(tensor.device)
 
         def complete() -> None:
             arrived = codec.decode(Payload(wire, buffer))
-            if self._shares == 1:
+            if shares == 1:
                 tensor.data.copy_(arrived)
             else:
                 dist.all_gather_into_tensor(tensor.data, arrived.contiguous(), group=self._tp_group)

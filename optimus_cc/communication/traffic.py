@@ -1,9 +1,10 @@
 """Counts every byte that a rank sends, by class.
 
 Collectives are counted where they reach torch's process groups, so nothing that Megatron-core or this package
-sends goes uncounted, whoever calls. Point-to-point messages are counted at the same place as *observed* bytes, and
-by the pipeline communicator from the codec's declaration as ``pipeline_forward`` and ``pipeline_backward``; the two
-must agree (:meth:`TrafficMeter.check`).
+sends through them goes uncounted, whoever calls. Stage-to-stage messages are counted at the same place as *observed*
+bytes, and by the pipeline communicator from the codec's declaration as ``pipeline_forward`` and ``pipeline_backward``;
+the two must agree (:meth:`TrafficMeter.check`). Not seen: functional collectives of compiled code, and what Transformer
+Engine overlaps inside its own kernels.
 
 Point-to-point counts the bytes sent; a collective counts what the ring algorithm makes a rank send.
 """
@@ -46,7 +47,7 @@ class ByteCount:
 
 
 class TrafficMeter:
-    """The bytes of one rank. One meter at a time observes a process.
+    """The bytes of one rank.
 
     Args:
         groups: traffic class of each process group, by group; collectives on any other group are ``other``.
@@ -58,9 +59,10 @@ class TrafficMeter:
             raise ValueError(f"unknown traffic classes {sorted(unknown)}")
         self._groups = dict(groups)
         self._scope: str | None = None
+        self._in_pipeline = False
         self.counts = {name: ByteCount() for name in TRAFFIC_CLASSES}
         self.observed_p2p_bytes = 0.0
-        """Point-to-point bytes that reached a process group."""
+        """Point-to-point bytes of pipeline transfers that reached a process group."""
 
     @classmethod
     def for_megatron(cls) -> TrafficMeter:
@@ -111,18 +113,25 @@ class TrafficMeter:
         finally:
             self._scope = before
 
+    @contextmanager
+    def pipeline_transfer(self, active: bool = True) -> Iterator[None]:
+        """Point-to-point messages inside are stage-to-stage messages that a communicator declares; others aren't."""
+        before, self._in_pipeline = self._in_pipeline, active
+        try:
+            yield
+        finally:
+            self._in_pipeline = before
+
     def observe(self) -> None:
-        """Start counting what this process sends. Ends the observation by any other meter."""
-        _Observer.meter = self
-        _Observer.install()
+        """Start counting what this process sends."""
+        _Observer.add(self)
 
     def stop(self) -> None:
-        """Stop counting and leave torch as it was."""
-        if _Observer.meter is self:
-            _Observer.uninstall()
+        """Stop counting; the last meter to stop leaves torch as it was."""
+        _Observer.remove(self)
 
     def _collective(self, group: dist.ProcessGroup, kind: str, sent: float) -> None:
-        if kind == "point_to_point":
+        if kind == "point_to_point" and self._in_pipeline:
             self.observed_p2p_bytes += sent
             return
         name = self._groups.get(group.group_name, "other")
@@ -162,11 +171,13 @@ _RING: dict[str, tuple[str, int, Callable[[int], float]]] = {
 class _Observer:
     """Wraps the methods of torch's ProcessGroup class that send something, once per process."""
 
-    meter: ClassVar[TrafficMeter | None] = None
+    _meters: ClassVar[list[TrafficMeter]] = []
     _originals: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     @classmethod
-    def install(cls) -> None:
+    def add(cls, meter: TrafficMeter) -> None:
+        if meter not in cls._meters:
+            cls._meters.append(meter)
         if cls._originals:
             return
         for method, (kind, argument, per_byte) in _RING.items():
@@ -177,11 +188,14 @@ class _Observer:
                 setattr(dist.ProcessGroup, method, counting)
 
     @classmethod
-    def uninstall(cls) -> None:
+    def remove(cls, meter: TrafficMeter) -> None:
+        if meter in cls._meters:
+            cls._meters.remove(meter)
+        if cls._meters:
+            return
         for method, original in cls._originals.items():
             setattr(dist.ProcessGroup, method, original)
         cls._originals.clear()
-        cls.meter = None
 
     @classmethod
     def _counting(
@@ -189,8 +203,10 @@ class _Observer:
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def counting(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if cls.meter is not None and len(args) > argument:
-                cls.meter._collective(group, kind, _nbytes(args[argument]) * per_byte(group.size()))
+            if len(args) > argument:
+                sent = _nbytes(args[argument]) * per_byte(group.size())
+                for meter in cls._meters:
+                    meter._collective(group, kind, sent)
             return original(group, *args, **kwargs)
 
         return counting

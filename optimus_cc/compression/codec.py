@@ -43,8 +43,17 @@ class WireFormat:
 
     @cached_property
     def nbytes(self) -> int:
-        """Wire bytes: what travels."""
-        return sum(part.nbytes for part in self.parts)
+        """Wire bytes: what travels, with the padding that keeps parts of several types aligned."""
+        return self._offsets[-1]
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        """First byte of each part, and of what would come after the last."""
+        alignment = 1 if len({part.dtype for part in self.parts}) == 1 else 8
+        offsets = [0]
+        for part in self.parts:
+            offsets.append(offsets[-1] + -(-part.nbytes // alignment) * alignment)
+        return tuple(offsets)
 
     @property
     def logical_nbytes(self) -> int:
@@ -72,12 +81,11 @@ class WireFormat:
                 f"a payload of {payload.numel()} x {payload.dtype} is not the declared {self.nbytes} bytes "
                 f"of {self.payload_dtype}"
             )
-        views, offset = [], 0
-        for part in self.parts:
-            end = offset + part.nbytes // payload.element_size()
-            views.append(payload[offset:end].view(part.dtype).view(part.shape))
-            offset = end
-        return views
+        size = payload.element_size()
+        return [
+            payload[offset // size : (offset + part.nbytes) // size].view(part.dtype).view(part.shape)
+            for part, offset in zip(self.parts, self._offsets, strict=False)
+        ]
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,29 @@ class CompressedStream:
     feedback: bool
     memory: torch.Tensor | None = field(default=None, init=False)
     """What has not been sent yet, in the tensors' shape; None stands for zero."""
+    _unremembered: tuple[torch.Tensor, Payload] | None = field(default=None, init=False)
 
-    def encode(self, tensor: torch.Tensor) -> Payload:
-        """Encode ``tensor`` plus what is in memory; keep what was left out."""
+    def encode(self, tensor: torch.Tensor, *, remember: bool = True) -> Payload:
+        """Encode ``tensor`` plus what is in memory; keep what was left out.
+
+        Args:
+            remember: false leaves that to a later :meth:`remember`, so that the payload can be sent first.
+        """
         if not self.feedback:
             return self.codec.encode(tensor, self.state)
         total = self._with_memory(tensor)
         payload = self.codec.encode(total.to(tensor.dtype), self.state)
+        self.memory = None
+        self._unremembered = total, payload
+        if remember:
+            self.remember()
+        return payload
+
+    def remember(self) -> None:
+        """Put what the last :meth:`encode` left out into memory."""
+        if self._unremembered is None:
+            return
+        (total, payload), self._unremembered = self._unremembered, None
         residual = total - self.codec.decode(payload)
         if residual.numel():
             # A non-finite tensor goes out non-finite, but nothing of it may reach later ones. The norm is one number
@@ -36,7 +52,6 @@ class CompressedStream:
             finite = torch.isfinite(torch.linalg.vector_norm(residual, ord=math.inf))
             residual.masked_fill_(~finite, 0.0)
         self.memory = residual
-        return payload
 
     def flush(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` plus all that is in memory, to be sent as it is; the memory is empty afterwards."""
@@ -46,7 +61,7 @@ class CompressedStream:
 
     def reset(self) -> None:
         """Drop what is in memory."""
-        self.memory = None
+        self.memory = self._unremembered = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         state = {f"codec.{key}": value for key, value in (self.state.state_dict() if self.state else {}).items()}
@@ -67,4 +82,4 @@ class CompressedStream:
         total = tensor.float()
         if self.memory is None or self.memory.shape != tensor.shape:
             return total  # a residual of tensors of another shape has no place here
-        return total + self.memory
+        return total + self.memory.to(total.device)

@@ -113,9 +113,11 @@ class LowRank:
         matrix = tensor.contiguous().view(matrix_shape(tensor.shape)).float()
         basis, _ = torch.linalg.qr(matrix @ self._query(state, matrix, left.shape[1]))
         # What the receiver multiplies is the basis as it travels: project onto that, so that rounding it is seen here.
-        left.copy_(basis)
-        factor = matrix.t() @ left.float()
-        right.copy_(factor)
+        sent_basis = basis.to(left.dtype).float()
+        factor = matrix.t() @ sent_basis
+        scale = _balance(factor) if left.dtype == torch.float16 else 1.0
+        left.copy_(sent_basis * scale)
+        right.copy_(factor / scale)
         if self.warm_start:
             # A non-finite tensor must not spoil the start of those after it. No branch: that would wait for the device.
             state.query = torch.where(torch.isfinite(factor).all(), factor, torch.zeros_like(factor))
@@ -135,6 +137,16 @@ class LowRank:
         first = state.first(shape, matrix.device)
         if rank == shape[0] or state.query is None or state.query.shape != shape:
             return first  # at full rank every orthonormal query sees all of the matrix: nothing to warm up
-        norms = torch.linalg.vector_norm(state.query, dim=0)
+        norms = torch.linalg.vector_norm(state.query.to(matrix.device), dim=0)
         usable = norms > torch.finfo(norms.dtype).tiny
-        return torch.where(usable, state.query / norms.where(usable, 1.0), first)
+        return torch.where(usable, state.query.to(matrix.device) / norms.where(usable, 1.0), first)
+
+
+def _balance(factor: torch.Tensor) -> torch.Tensor:
+    """A power of two that brings a factor's largest element, divided, and 1, multiplied, to the same size.
+
+    fp16 reaches from 6e-8 to 65504 only, and activation gradients can be smaller or larger than that.
+    """
+    largest = torch.linalg.vector_norm(factor, ord=math.inf)
+    exponent = torch.round(torch.log2(largest) / 2).clamp(-12, 12)
+    return torch.exp2(torch.where(torch.isfinite(exponent), exponent, 0.0))

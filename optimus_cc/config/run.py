@@ -101,6 +101,8 @@ class RunConfig:
         science["model"].pop("cb_rank")
         if not self.technique.cb.enabled:
             science["technique"]["cb"] = {"enabled": False}
+        elif not self.technique.cb.lazy_error_propagation:
+            science["technique"]["cb"].pop("residual")  # there is none
         if isinstance(self.data, JsonLinesConfig):
             science["data"]["files"] = [fingerprint(path) for path in self.data.paths]
             science["data"]["weights"] = self.data.weights

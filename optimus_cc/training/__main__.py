@@ -30,22 +30,25 @@ def main(folder_path: str) -> int:
 def _train(path: Path, report: Report) -> int:
     # Megatron-core warns at import about every optional package that is not there.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from megatron.core import parallel_state
-
     from optimus_cc.config import load
     from optimus_cc.runs import RunFolder
     from optimus_cc.training import backend as backends
-    from optimus_cc.training import loop
-    from optimus_cc.training.corpus import cache_folder
-    from optimus_cc.training.datasets import batches, build_datasets
-    from optimus_cc.training.tokenizer import Tokenizer
-    from optimus_cc.training.tracking import Tracker
 
     folder = RunFolder(path)
     mapping = folder.config()
     if mapping is None:
         raise RuntimeError(f"{folder.config_path} can't be read")
     config = load(mapping)
+    backends.choose_device(config)
+
+    from megatron.core import parallel_state
+
+    from optimus_cc.training import loop
+    from optimus_cc.training.corpus import cache_folder
+    from optimus_cc.training.datasets import batches, build_datasets
+    from optimus_cc.training.tokenizer import Tokenizer
+    from optimus_cc.training.tracking import Tracker
+
     stop = loop.StopRequest()
     backend = backends.start(config)
     corpus = cache_folder(config)

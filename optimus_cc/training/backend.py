@@ -42,7 +42,7 @@ def start(config: RunConfig) -> Backend:
     and OPTIMUS_CC_RENDEZVOUS (an init_method; default: MASTER_ADDR and MASTER_PORT).
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = _device(config)
+    device = choose_device(config)
     timeout = timedelta(seconds=config.training.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -50,7 +50,8 @@ def start(config: RunConfig) -> Backend:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        # A bound device makes NCCL run unbatched sends and receives one after the other on one communicator.
+        device_id=device if device.type == "cuda" and config.parallel.batch_p2p else None,
     )
     join(config)
     # Small values on the CPU, apart from the device's communicator.
@@ -68,7 +69,7 @@ def join(config: RunConfig) -> None:
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.num_chunks if parallel.num_chunks > 1 else None,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, int(config.training.timeout_s / 60)),
+        distributed_timeout_minutes=config.training.timeout_s / 60,
     )
     seed_everything(config.training.seed)
 
@@ -97,7 +98,8 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _device(config: RunConfig) -> torch.device:
+def choose_device(config: RunConfig) -> torch.device:
+    """The device of this rank, made ready. On the CPU this must come before the first import of Megatron-core."""
     wanted = os.environ.get("OPTIMUS_CC_DEVICE", config.training.device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"

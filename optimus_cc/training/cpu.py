@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -29,12 +30,13 @@ _FACTORIES = (
     "zeros",
 )
 _LIKE_FACTORIES = ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+_CUDA_ONLY = ("transformer_engine", "apex", "amp_C")
 _CPU = torch.device("cpu")
 _enabled = False
 
 
 def enable() -> None:
-    """Map CUDA to CPU in this process, for good. Must run before Megatron builds anything; may run twice.
+    """Map CUDA to CPU in this process, for good. Must run before Megatron-core is imported; may run twice.
 
     Raises:
         RuntimeError: CUDA is in use in this process.
@@ -44,6 +46,9 @@ def enable() -> None:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         raise RuntimeError("CUDA is already in use in this process: the CPU mode can't be switched on beside it")
+    for name in _CUDA_ONLY:
+        # Megatron-core takes their kernels wherever they can be imported.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     for name in _FACTORIES + _LIKE_FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_tensor_methods()

@@ -60,8 +60,8 @@ class History:
         self._last_loss = trainer.mean_loss(self._loss_sum / steps)
         self.pause()
         step_time = self._interval_s / steps
-        if trainer.step > WARM_UP_STEPS:
-            self._step_times.append(step_time)
+        if trainer.step - steps >= WARM_UP_STEPS:
+            self._step_times += [step_time] * steps
         record = {
             "kind": "train",
             "step": trainer.step,
@@ -144,4 +144,4 @@ class History:
 
 def perplexity(loss: float) -> float:
     """Token perplexity of a mean loss per token (nats)."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)

@@ -240,7 +240,7 @@ def run(
                     f"(gradient norm {values['grad_norm']:.4g}, "
                     f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on"
                 )
-        if trainer.any_rank(stop is not None and stop.requested):
+        if not last and trainer.any_rank(stop is not None and stop.requested):
             return Stopped(trainer.step)
         if trainer.step % training.validation_interval == 0 or last:
             history.pause()

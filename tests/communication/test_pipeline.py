@@ -244,3 +244,85 @@ def test_a_schedule_that_the_map_does_not_know_is_an_error(ranks: RankPool) -> N
     messages = ranks.run(2, _lost_message, tiny("pp2", low_rank()))
     assert "received" in messages[0] or "sent" in messages[0]
     assert "sent" in messages[1]
+
+
+@pytest.mark.megatron
+def test_flush_sends_all_that_was_left_out(ranks: RankPool) -> None:
+    """Over a mini-batch and across a boundary, the sum of what arrives is the sum of what was to be sent."""
+    config = tiny("pp4", low_rank(1, residual="flush", epilogue_only=False), steps=2)
+    results = ranks.run(4, _gradients_in_and_out, config)
+    sums: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for result in results:
+        for key, pair in result.items():
+            sums[key] = list(pair)
+    assert len(sums) == 2 * 3
+    for key, (wanted, arrived) in sums.items():
+        torch.testing.assert_close(arrived, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()), msg=str(key))
+
+
+def _gradients_in_and_out(config: RunConfig) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """By (step, boundary): sums of the gradients that this rank was to send, and of what its peer will make of them."""
+    from optimus_cc.communication import pipeline
+    from optimus_cc.compression import Payload
+
+    found: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    cls = pipeline.CompressedP2PCommunicator
+    original = cls._outgoing, cls.begin
+    step = 0
+
+    def begin(self: Any, num_microbatches: int, forward_only: bool) -> None:
+        nonlocal step
+        step += not forward_only
+        original[1](self, num_microbatches, forward_only)
+
+    def outgoing(self: Any, tensor: Any, direction: str) -> Any:
+        out: Any
+        out, encoded = original[0](self, tensor, direction)
+        if tensor is not None and direction == "backward" and self._schedule is not None:
+            arriving = out
+            if encoded:
+                arriving = self._codec.decode(Payload(self._codec.wire_format(tensor.shape, tensor.dtype), out))
+            key = (step, self.pp_group.rank() - 1)
+            before = found.get(key, (torch.zeros_like(tensor), torch.zeros_like(tensor)))
+            found[key] = before[0] + tensor.detach(), before[1] + arriving.detach()
+        return out, encoded
+
+    cls._outgoing, cls.begin = outgoing, begin  # type: ignore[method-assign]
+    try:
+        train_ours(config)
+    finally:
+        cls._outgoing, cls.begin = original  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.megatron
+def test_each_virtual_boundary_has_a_memory_of_its_own(ranks: RankPool) -> None:
+    technique = low_rank(2, residual="carry", epilogue_only=False)
+    results = train(ranks, tiny("pp4_v2", technique, steps=2))
+    held = [sorted(key for key in result["state"] if key.endswith("memory")) for result in results]
+    # Rank r holds those of the gradients that it sends: virtual stages r and 4 + r.
+    assert held[0] == ["backward.3.memory"]
+    for rank in (1, 2, 3):
+        assert held[rank] == [f"backward.{rank - 1}.memory", f"backward.{rank + 3}.memory"]
+
+
+def _interrupted(config: RunConfig) -> bool:
+    """A mini-batch that an exception ends, then another one."""
+    from optimus_cc.training import loop
+    from tests.configurations import VOCABULARY
+    from tests.training_runs import backend_in_world, random_tokens
+
+    trainer = loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
+    communicator = trainer.attachment._communicator
+    assert communicator is not None
+    trainer.train_step(trainer.batches_for_chunks(random_tokens(config), 0))
+    communicator._stream("backward.0").memory = torch.ones(3)
+    communicator.begin(config.num_microbatches, forward_only=True)
+    kept = communicator._stream("backward.0").memory is not None
+    communicator.begin(config.num_microbatches, forward_only=False)
+    return kept and communicator._stream("backward.0").memory is None
+
+
+@pytest.mark.megatron
+def test_aborted_mini_batch_leaves_nothing_under_reset(ranks: RankPool) -> None:
+    assert all(ranks.run(2, _interrupted, tiny("pp2", low_rank())))

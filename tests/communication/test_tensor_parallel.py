@@ -89,3 +89,34 @@ def test_layernorm_gradients_count_as_other(ranks: RankPool) -> None:
         results[0]["summary"]["traffic"]["other"]["wire_bytes"] - plain[0]["summary"]["traffic"]["other"]["wire_bytes"]
     )
     assert difference == 2 * elements * 4
+
+
+def _forward_of_odd_length(config: RunConfig) -> list[float]:
+    """A forward pass over a sequence that tensor-parallel ranks can't share out evenly."""
+    from optimus_cc.training import loop
+    from tests.configurations import VOCABULARY
+    from tests.training_runs import backend_in_world, random_tokens
+
+    trainer = loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
+    length = SEQUENCE - 1
+    whole = next(random_tokens(config)(0))
+    cut = {name: value[:, :length].contiguous() for name, value in whole.items()}
+    with torch.no_grad():
+        losses = trainer.attachment.forward_backward_func(
+            forward_step_func=trainer._forward_step,
+            data_iterator=iter([cut] * 2),
+            model=trainer.model[0],
+            num_microbatches=2,
+            seq_length=length,
+            micro_batch_size=config.training.micro_batch_size,
+            forward_only=True,
+        )
+    return [float(loss["loss"]) for loss in losses]
+
+
+@pytest.mark.megatron
+def test_messages_that_can_not_be_split_evenly_travel_whole(ranks: RankPool) -> None:
+    whole = ranks.run(4, _forward_of_odd_length, tiny("tp2_pp2"))
+    split = ranks.run(4, _forward_of_odd_length, tiny("tp2_pp2", parallel={"split_over_tensor_parallel": True}))
+    assert split == whole
+    assert any(losses for losses in whole)

@@ -141,11 +141,17 @@ def _observe_twice_and_stop() -> bool:
     first.observe()
     second.observe()
     dist.all_reduce(torch.ones(4))
+    assert first.take()["other"].wire_bytes == second.take()["other"].wire_bytes == 16
+    first.stop()
+    dist.all_reduce(torch.ones(4))
     assert not first.take()["other"].wire_bytes
     assert second.take()["other"].wire_bytes
-    first.stop()  # no longer the one that observes
-    dist.all_reduce(torch.ones(4))
-    assert second.take()["other"].wire_bytes
+    if dist.get_rank() == 0:  # somebody else's message is no stage-to-stage message
+        dist.send(torch.ones(5), 1)
+    else:
+        dist.recv(torch.empty(5), 0)
+    second.check()
+    assert second.take()["other"].wire_bytes == (20 if dist.get_rank() == 0 else 0)
     second.stop()
     dist.all_reduce(torch.ones(4))
     assert not second.take()["other"].wire_bytes

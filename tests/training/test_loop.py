@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from typing import Any
@@ -118,3 +119,28 @@ def test_loss_that_is_not_a_number_ends_every_rank_with_one_message(ranks: RankP
     messages = ranks.run(2, _diverging, config)
     assert messages[0] == messages[1]
     assert "training.on_nonfinite_loss=continue" in messages[0]
+
+
+def _validate_with_dropout(config: RunConfig) -> list[float]:
+    from optimus_cc.training import loop
+
+    trainer = loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
+    losses = [trainer.validate(trainer.batches_for_chunks(random_tokens(config), 0), 1)[0] for _ in range(2)]
+    return losses + [float(chunk.training) for chunk in trainer.model]
+
+
+@pytest.mark.megatron
+def test_validation_drops_nothing_out(ranks: RankPool) -> None:
+    without = ranks.run(2, _validate_with_dropout, tiny("pp2"))[0]
+    with_dropout = ranks.run(2, _validate_with_dropout, tiny("pp2", model={"dropout": 0.5}))[0]
+    assert with_dropout == without
+    assert without[0] == without[1]
+    assert without[2] == 1.0, "training goes on in training mode"
+
+
+def test_perplexity_of_what_is_no_number_is_none() -> None:
+    from optimus_cc.training.history import perplexity
+
+    assert math.isnan(perplexity(math.nan))
+    assert math.isinf(perplexity(1e4))
+    assert perplexity(0.0) == 1.0
