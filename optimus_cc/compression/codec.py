@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from optimus_cc.config.codec import CodecConfig, LowRankConfig
+from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,10 @@ def build_codec(config: CodecConfig) -> Codec:
     """The codec that a configuration describes."""
     from optimus_cc.compression.identity import Identity
     from optimus_cc.compression.low_rank import LowRank
+    from optimus_cc.compression.top_k import TopK
 
     if isinstance(config, LowRankConfig):
         return LowRank(rank=config.rank, warm_start=config.warm_start, wire_dtype=config.wire_dtype)
+    if isinstance(config, TopKConfig):
+        return TopK(density=config.density, match_rank=config.match_rank, wire_dtype=config.wire_dtype)
     return Identity()

@@ -8,26 +8,15 @@ span(P). The next tensor of the same origin starts from the Q before (warm start
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+from optimus_cc.wire_size import matrix_shape
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns.
-
-    For a stage-to-stage message (sequence, micro-batch, hidden) rows are tokens and columns are hidden units.
-    """
-    if not shape:
-        return 1, 1
-    columns = shape[-1]
-    return math.prod(shape[:-1]), columns
 
 
 class LowRankState:
