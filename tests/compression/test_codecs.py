@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from optimus_cc.compression import Codec, CompressedStream, Identity, LowRank, TopK, build_codec
-from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
+from optimus_cc.config.codec import CodecConfig
 from optimus_cc.wire_size import BLOCK_ENTRIES, top_k_blocks, wire_nbytes
 
 SHAPES = [(0, 8), (4, 0), (1,), (1, 1), (7,), (5, 3), (16, 2, 24), (3, 1, 1), (33, 65), (2, 3, 4, 5)]
@@ -337,15 +338,17 @@ def test_impossible_densities_are_refused(arguments: dict[str, Any]) -> None:
         TopK(**arguments)
 
 
-CONFIGS: list[CodecConfig] = [
-    IdentityConfig(),
-    LowRankConfig(rank=3),
-    LowRankConfig(rank=3, wire_dtype="fp16"),
-    LowRankConfig(rank=1000, wire_dtype="fp32"),
-    TopKConfig(density=0.01),
-    TopKConfig(match_rank=3, wire_dtype="bf16"),
-    TopKConfig(match_rank=1000),
-]
+CONFIGS: list[CodecConfig] = TypeAdapter(list[CodecConfig]).validate_python(
+    [
+        {"name": "identity"},
+        {"name": "low_rank", "rank": 3},
+        {"name": "low_rank", "rank": 3, "wire_dtype": "fp16"},
+        {"name": "low_rank", "rank": 1000, "wire_dtype": "fp32"},
+        {"name": "top_k", "density": 0.01},
+        {"name": "top_k", "match_rank": 3, "wire_dtype": "bf16"},
+        {"name": "top_k", "match_rank": 1000},
+    ]
+)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
