@@ -166,15 +166,16 @@ def remarks(config: RunConfig) -> Iterator[str]:
         saved = {name: count["logical_bytes"] - count["wire_bytes"] for name, count in classes.items()}
         backward = classes["pipeline_backward"]["logical_bytes"]
         line = (
-            f"Compressed backpropagation saves {_share(saved['pipeline_backward'], backward)} of the backward messages' "
-            f"bytes and {_share(sum(saved.values()), everything)} of all that is listed here."
+            f"Compressed backpropagation saves {_share(saved['pipeline_backward'], backward)} of the backward "
+            f"messages' bytes and {_share(sum(saved.values()), everything)} of all that is listed here."
         )
         if cb.epilogue_only:
             line += (
                 " With epilogue_only its point is the time that these messages would be waited for, not their volume."
             )
         yield line
-        yield f"A compressed message has {config.compressed_message_nbytes:,} bytes in place of {config.message_nbytes:,}."
+        encoded, plain = config.compressed_message_nbytes, config.message_nbytes
+        yield f"A compressed message has {encoded:,} bytes in place of {plain:,}."
         yield (
             "Error memories and warm-started queries add up to "
             f"{_mb(max(memory_by_rank(config)))} MB on one rank, messages in flight not counted."
@@ -226,22 +227,26 @@ def _limits(config: RunConfig) -> Iterator[str]:
             "exchanged."
         )
     if stages > 1 and not model.tied_embeddings:
-        yield "Fused embedding synchronisation can't help: the embeddings are not tied, so there is nothing to synchronise."
+        yield (
+            "Fused embedding synchronisation can't help: the embeddings are not tied, so there is nothing to "
+            "synchronise."
+        )
     elif stages > 1 and replicas == 1:
         yield (
-            "Fused embedding synchronisation can't help: with one data-parallel rank its one all-reduce is the one that "
-            "runs anyway."
+            "Fused embedding synchronisation can't help: with one data-parallel rank its one all-reduce is the one "
+            "that runs anyway."
         )
     elif stages > 1:
         two_steps, fused = (3 * replicas - 2) / replicas, (2 * replicas - 1) / replicas
         yield (
-            f"Fused embedding synchronisation would send {fused:.4g} times the embedding's gradient per rank in place of "
-            f"{two_steps:.4g} times: {_share(two_steps - fused, two_steps)} less, or {two_steps / fused:.3f} times as fast."
+            f"Fused embedding synchronisation would send {fused:.4g} times the embedding's gradient per rank in place "
+            f"of {two_steps:.4g} times: {_share(two_steps - fused, two_steps)} less, "
+            f"or {two_steps / fused:.3f} times as fast."
         )
     if stages > 1 and config.num_microbatches <= stages:
         yield (
-            f"With {config.num_microbatches} micro-batches for {stages} stages hardly any message is outside the epilogue: "
-            "epilogue_only makes little difference, and idle stages cost more than messages do."
+            f"With {config.num_microbatches} micro-batches for {stages} stages hardly any message is outside the "
+            "epilogue: epilogue_only makes little difference, and idle stages cost more than messages do."
         )
 
 
@@ -250,8 +255,9 @@ def report(config: RunConfig) -> dict[str, Any]:
     every, classes, said = stages(config), traffic(config), list(remarks(config))
     vocabulary = vocabulary_size(config)
     parallel = config.parallel
+    ranks = f"{parallel.world_size} rank{'s' * (parallel.world_size != 1)}"
     print(
-        f"{config.model.name} in layout {parallel.label} ({parallel.world_size} rank{'s' * (parallel.world_size != 1)}), "
+        f"{config.model.name} in layout {parallel.label} ({ranks}), "
         f"{config.technique.label}: "
         f"{config.num_microbatches} micro-batches of {'x'.join(map(str, config.message_shape))}, "
         f"{config.training.precision}, vocabulary {vocabulary:,} padded to {padded_vocabulary_size(vocabulary):,}"
