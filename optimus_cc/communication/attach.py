@@ -69,6 +69,7 @@ def attach(
     *,
     seed: int = 0,
     meter: TrafficMeter | None = None,
+    split_over_tensor_parallel: bool = False,
 ) -> Attachment:
     """Install ``technique`` on a model whose process groups are those of megatron.core.parallel_state.
 
@@ -77,6 +78,8 @@ def attach(
         model: the chunks of this rank, as given to Megatron-core's forward-backward function.
         seed: keys the codecs' private random generators; the same on every rank.
         meter: an already observing meter; by default a new one starts to observe.
+        split_over_tensor_parallel: each tensor-parallel rank sends its share of the rows of a stage-to-stage message,
+            and shares are gathered on arrival. Lossless; without sequence parallelism all ranks hold the same message.
 
     Raises:
         ValueError: the plan can't work in this layout, or would compress nothing.
@@ -87,13 +90,16 @@ def attach(
         raise ValueError(
             "compressed backpropagation needs more than one pipeline stage: with one there are no messages"
         )
+    if split_over_tensor_parallel and config.sequence_parallel:
+        raise ValueError("with sequence parallelism every rank sends only its share of a message already")
     if meter is None:
         meter = TrafficMeter.for_megatron()
         meter.observe()
     groups = _schedule_groups()
     communicator = None
     if stages > 1:
-        communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed)
+        split_over = groups.tp if split_over_tensor_parallel and groups.tp.size() > 1 else None
+        communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over)
     finalize = config.finalize_model_grads_func
 
     if finalize is not None:

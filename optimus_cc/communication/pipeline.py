@@ -9,7 +9,7 @@ Megatron-core's own method runs, on unchanged tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from optimus_cc.communication.traffic import TrafficMeter
-from optimus_cc.compression import Codec, CompressedStream, Payload, build_codec
+from optimus_cc.compression import Codec, CompressedStream, Identity, Payload, build_codec
 from optimus_cc.config.technique import CompressedBackpropagationConfig
 from optimus_cc.exposure import Message, Schedule
 
@@ -55,6 +55,8 @@ class CompressedP2PCommunicator(P2PCommunicator):
         technique: what is compressed and how.
         meter: counts what is sent.
         seed: keys the codecs' private random generators.
+        split_over: a tensor-parallel group whose ranks all hold the same messages. Each sends its share of the rows,
+            and shares are gathered on arrival: bytes between stages fall by the group's size, whatever the codec.
 
     Raises:
         ValueError: the configuration asks Megatron-core for messages whose shape is not known beforehand.
@@ -67,16 +69,22 @@ class CompressedP2PCommunicator(P2PCommunicator):
         technique: CompressedBackpropagationConfig,
         meter: TrafficMeter,
         seed: int = 0,
+        split_over: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(pp_group, config)
-        if technique.enabled and (config.variable_seq_lengths or config.use_ring_exchange_p2p):
+        if (technique.enabled or split_over is not None) and (
+            config.variable_seq_lengths or config.use_ring_exchange_p2p
+        ):
             raise ValueError(
-                "compressed backpropagation needs messages of one known shape: "
+                "compressed or split stage-to-stage messages must be of one known shape: "
                 "variable_seq_lengths and use_ring_exchange_p2p must be off"
             )
         self.technique = technique
         self.meter = meter
         self._seed = seed
+        self._tp_group = split_over
+        self._shares = split_over.size() if split_over is not None else 1
+        self._share = split_over.rank() if split_over is not None else 0
         self._codec: Codec = build_codec(technique.codec)
         self._streams: dict[str, CompressedStream] = {}
         self._schedule: Schedule | None = None
@@ -169,21 +177,23 @@ class CompressedP2PCommunicator(P2PCommunicator):
     def _arrives_compressed(self, direction: str) -> bool:
         return self._is_compressed(direction, self._next(self._to_receive, direction, "received"))
 
-    def _outgoing(self, tensor: torch.Tensor | None, direction: str) -> tuple[torch.Tensor | None, Payload | None]:
-        """What to hand to the transport for ``tensor``: the tensor itself, or a payload."""
+    def _outgoing(self, tensor: torch.Tensor | None, direction: str) -> tuple[torch.Tensor | None, bool]:
+        """What to hand to the transport for ``tensor``, and whether it is something else than a tensor of its shape."""
         if tensor is None:
-            return None, None
+            return None, False
         message = self._next(self._to_send, direction, "sent")
         logical = tensor.numel() * tensor.element_size()
-        payload = None
+        out, changed = tensor, False
+        if self._shares > 1:
+            out, changed = tensor.detach().chunk(self._shares)[self._share], True
         if message is not None and self._is_compressed(direction, message):
             if tensor.dtype != self.config.pipeline_dtype:
                 raise ScheduleMismatch(f"a {tensor.dtype} message where pipeline_dtype is {self.config.pipeline_dtype}")
-            payload = self._stream(f"{direction}.{message.boundary}").encode(tensor.detach())
+            out, changed = self._stream(f"{direction}.{message.boundary}").encode(out.detach()).data, True
         elif message is not None and direction == "backward" and self.technique.flushes and message.last:
-            tensor = self._stream(f"{direction}.{message.boundary}").flush(tensor.detach())
-        self.meter.add(f"pipeline_{direction}", logical, logical if payload is None else payload.wire.nbytes)
-        return tensor, payload
+            out = self._stream(f"{direction}.{message.boundary}").flush(out.detach())
+        self.meter.add(f"pipeline_{direction}", logical, out.numel() * out.element_size())
+        return out, changed
 
     @torch.no_grad()
     def _communicate(
@@ -196,11 +206,11 @@ class CompressedP2PCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        send_next, payload_next = self._outgoing(tensor_send_next, "forward")
-        send_prev, payload_prev = self._outgoing(tensor_send_prev, "backward")
+        send_next, next_changed = self._outgoing(tensor_send_next, "forward")
+        send_prev, prev_changed = self._outgoing(tensor_send_prev, "backward")
         decode_prev = recv_prev and self._arrives_compressed("forward")
         decode_next = recv_next and self._arrives_compressed("backward")
-        if payload_next is None and payload_prev is None and not decode_prev and not decode_next:
+        if self._shares == 1 and not (next_changed or prev_changed or decode_prev or decode_next):
             result: tuple[torch.Tensor | None, torch.Tensor | None, Any] = super()._communicate(
                 tensor_send_next=send_next,
                 tensor_send_prev=send_prev,
@@ -210,68 +220,71 @@ class CompressedP2PCommunicator(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
             return result
-        arriving_prev = self._arriving(tensor_shape, decode_prev) if recv_prev else None
-        arriving_next = self._arriving(tensor_shape, decode_next) if recv_next else None
+        arriving: dict[str, _Arriving] = {}
+        if recv_prev:
+            arriving["recv_prev"] = self._arriving(tensor_shape, decode_prev)
+        if recv_next:
+            arriving["recv_next"] = self._arriving(tensor_shape, decode_next)
+        buffers = {name: item.buffer for name, item in arriving.items()}
         batched = self.config.batch_p2p_comm
         post = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
         requests = post(
-            tensor_send_prev=send_prev if payload_prev is None else payload_prev.data,
-            tensor_recv_prev=arriving_prev.buffer if arriving_prev else None,
-            tensor_send_next=send_next if payload_next is None else payload_next.data,
-            tensor_recv_next=arriving_next.buffer if arriving_next else None,
+            tensor_send_prev=send_prev,
+            tensor_recv_prev=buffers.get("recv_prev"),
+            tensor_send_next=send_next,
+            tensor_recv_next=buffers.get("recv_next"),
             group=self.pp_group,
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        arriving = [item for item in (arriving_prev, arriving_next) if item is not None]
         if wait_on_reqs:
-            _wait_all(requests.values() if isinstance(requests, dict) else requests)
-            for item in arriving:
-                item.decode()
+            for request in requests.values() if isinstance(requests, dict) else requests:
+                request.wait()
+            for item in arriving.values():
+                item.complete()
             requests = None
         else:
-            actions: dict[str, Callable[[], None]] = {}
-            if arriving_prev is not None:
-                actions["recv_prev"] = arriving_prev.decode
-            if arriving_next is not None:
-                actions["recv_next"] = arriving_next.decode
-            keep = (payload_prev, payload_next, arriving)
-            requests = {name: _AfterWait(work, actions.get(name), keep) for name, work in requests.items()}
+            keep = (send_prev, send_next, buffers)
+            requests = {
+                name: _AfterWait(work, arriving[name].complete if name in arriving else None, keep)
+                for name, work in requests.items()
+            }
         if batched and self.config.batch_p2p_sync:
             torch.cuda.synchronize()
-        return (
-            arriving_prev.tensor if arriving_prev else None,
-            arriving_next.tensor if arriving_next else None,
-            requests,
-        )
+        previous, following = arriving.get("recv_prev"), arriving.get("recv_next")
+        return previous.tensor if previous else None, following.tensor if following else None, requests
 
     def _arriving(self, shape: Sequence[int], compressed: bool) -> _Arriving:
         tensor = torch.empty(
             tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
         )
-        if not compressed:
-            return _Arriving(tensor, tensor, None, self._codec)
-        wire = self._codec.wire_format(tensor.shape, tensor.dtype)
-        data = wire.allocate(tensor.device)
-        return _Arriving(tensor, data, Payload(wire, data), self._codec)
+        codec = self._codec if compressed else _IDENTITY
+        share = (tensor.shape[0] // self._shares, *tensor.shape[1:])
+        wire = codec.wire_format(share, tensor.dtype)
+        if not compressed and self._shares == 1:
+            return _Arriving(tensor, tensor, lambda: None)
+        buffer = wire.allocate(tensor.device)
+
+        def complete() -> None:
+            arrived = codec.decode(Payload(wire, buffer))
+            if self._shares == 1:
+                tensor.data.copy_(arrived)
+            else:
+                dist.all_gather_into_tensor(tensor.data, arrived.contiguous(), group=self._tp_group)
+
+        return _Arriving(tensor, buffer, complete)
+
+
+_IDENTITY = Identity()
 
 
 @dataclass
 class _Arriving:
-    """One tensor to be received: where it will be, and where the transport writes."""
+    """One tensor to be received."""
 
     tensor: torch.Tensor
+    """Where it will be."""
     buffer: torch.Tensor
-    payload: Payload | None
-    codec: Codec
-
-    def decode(self) -> None:
-        """Fill :attr:`tensor` from what has arrived."""
-        if self.payload is not None:
-            self.tensor.data.copy_(self.codec.decode(self.payload))
-            self.payload = None
-
-
-def _wait_all(requests: Iterable[Any]) -> None:
-    for request in requests:
-        request.wait()
+    """Where the transport writes."""
+    complete: Callable[[], None]
+    """Makes :attr:`tensor` from :attr:`buffer` once the transfer is over."""

@@ -65,4 +65,6 @@ class CompressedStream:
 
     def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.float()
-        return total if self.memory is None else total + self.memory
+        if self.memory is None or self.memory.shape != tensor.shape:
+            return total  # a residual of tensors of another shape has no place here
+        return total + self.memory

@@ -21,6 +21,10 @@ class ParallelConfig:
     """Interleaved schedule only: stage-to-stage messages overlap with computation."""
     batch_p2p: bool = True
     """Sends and receives of one call are posted as one batch. Must be false with overlap_p2p."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks share the sequence between their matrix products, so each holds a part of activations."""
+    split_over_tensor_parallel: bool = False
+    """Each tensor-parallel rank sends its share of a stage-to-stage message, which all of them hold; lossless."""
     overlap_grad_reduce: bool = False
     """Data-parallel gradient reduction overlaps with the backward pass."""
     distributed_optimizer: bool = False
@@ -46,6 +50,21 @@ class ParallelConfig:
         return "_".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
 
     def problems(self) -> Iterator[Problem]:
+        for key in ("sequence_parallel", "split_over_tensor_parallel"):
+            if getattr(self, key) and self.tensor_parallel_size == 1:
+                yield Problem(
+                    f"parallel.{key}",
+                    True,
+                    "false when parallel.tensor_parallel_size = 1",
+                    f"parallel.{key}=false, or raise parallel.tensor_parallel_size",
+                )
+        if self.sequence_parallel and self.split_over_tensor_parallel:
+            yield Problem(
+                "parallel.split_over_tensor_parallel",
+                True,
+                "false with parallel.sequence_parallel = true, where every rank sends only its share anyway",
+                "parallel.split_over_tensor_parallel=false",
+            )
         if self.num_chunks > 1 and self.pipeline_parallel_size == 1:
             yield Problem(
                 "parallel.num_chunks",

@@ -79,8 +79,10 @@ class RunConfig:
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
-        """(sequence, micro-batch, hidden) of one stage-to-stage message."""
-        return self.model.sequence_length, self.training.micro_batch_size, self.model.hidden_size
+        """(sequence, micro-batch, hidden) of one stage-to-stage message of one rank, as it is encoded."""
+        shared = self.parallel.sequence_parallel or self.parallel.split_over_tensor_parallel
+        shares = self.parallel.tensor_parallel_size if shared else 1
+        return self.model.sequence_length // shares, self.training.micro_batch_size, self.model.hidden_size
 
     @property
     def message_itemsize(self) -> int:
@@ -193,6 +195,13 @@ class RunConfig:
                 tp,
                 f"a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded",
                 "use a power of two",
+            )
+        if (parallel.sequence_parallel or parallel.split_over_tensor_parallel) and model.sequence_length % tp:
+            yield Problem(
+                "model.sequence_length",
+                model.sequence_length,
+                f"a multiple of parallel.tensor_parallel_size = {tp}, over whose ranks the sequence is shared out",
+                f"model.sequence_length={-(-model.sequence_length // tp) * tp}",
             )
         if parallel.world_size > self.cluster.num_ranks:
             yield Problem(

@@ -81,7 +81,13 @@ class Trainer:
         transformer.finalize_model_grads_func = finalize_model_grads
         if config.parallel.overlap_grad_reduce:
             transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
-        attachment = attach(config.technique, model, seed=config.training.seed, meter=meter)
+        attachment = attach(
+            config.technique,
+            model,
+            seed=config.training.seed,
+            meter=meter,
+            split_over_tensor_parallel=config.parallel.split_over_tensor_parallel,
+        )
         return cls(config, backend, model, optimizer, scheduler, attachment, padded_vocabulary)
 
     @property

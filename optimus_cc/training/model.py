@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from optimus_cc.config import RunConfig
 from optimus_cc.training.backend import Backend, is_installed
@@ -43,6 +44,7 @@ def transformer_config(config: RunConfig, backend: Backend) -> TransformerConfig
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.num_chunks if parallel.num_chunks > 1 else None,
+        sequence_parallel=parallel.sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=bf16,
@@ -90,16 +92,17 @@ def _build_chunk(
     config: RunConfig, transformer: TransformerConfig, padded_vocabulary: int, chunk: int, backend: Backend
 ) -> GPTModel:
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk} if config.parallel.num_chunks > 1 else {}
+    vp_stage = chunk if config.parallel.num_chunks > 1 else None
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=_layer_spec(backend),
+        transformer_layer_spec=_layer_spec(transformer, backend, vp_stage),
         vocab_size=padded_vocabulary,
         max_sequence_length=config.model.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=config.model.tied_embeddings,
         position_embedding_type="learned_absolute" if config.model.position_embedding == "learned" else "rope",
-        vp_stage=chunk if config.parallel.num_chunks > 1 else None,
+        vp_stage=vp_stage,
     )
     for parameter in model.parameters():
         if not hasattr(parameter, "tensor_model_parallel"):
@@ -107,9 +110,32 @@ def _build_chunk(
     return model
 
 
-def _layer_spec(backend: Backend) -> Any:
+def _layer_spec(transformer: TransformerConfig, backend: Backend, chunk: int | None) -> Any:
     if backend.is_cuda and is_installed("transformer_engine"):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec()
+    if transformer.sequence_parallel:
+        return _local_spec_with_sequence_parallel_norms(transformer, chunk)
     return get_gpt_layer_local_spec()
+
+
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm over a share of the sequence, where Apex or Transformer Engine are not there to provide it.
+
+    Megatron-core sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def _local_spec_with_sequence_parallel_norms(transformer: TransformerConfig, chunk: int | None) -> Any:
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = SequenceParallelLayerNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage=chunk), layer_norm=SequenceParallelLayerNorm
+    )

@@ -103,6 +103,7 @@ def test_pipeline_traffic_is_what_the_schedule_and_the_rank_say(ranks: RankPool,
 def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
     """Train with a communicator that keeps, by message identity, what was to be sent and what arrived."""
     from optimus_cc.communication import pipeline
+    from optimus_cc.compression import Payload
 
     sent: dict[tuple[str, int, int, int], torch.Tensor] = {}
     arrived: dict[tuple[str, int, int, int], torch.Tensor] = {}
@@ -125,9 +126,9 @@ def _sent_and_arrived(config: RunConfig) -> dict[str, Any]:
         result = original[3](self, tensor, direction)
         message = last.pop((id(self._to_send), direction), None)
         if message is not None:
-            wire, payload = result
-            as_sent = wire if payload is None else self._codec.decode(payload)
-            assert isinstance(as_sent, torch.Tensor)
+            as_sent, encoded = result
+            if encoded:
+                as_sent = self._codec.decode(Payload(self._codec.wire_format(tensor.shape, tensor.dtype), as_sent))
             sent[direction, step, message.boundary, message.microbatch] = as_sent.detach().clone()
         return result
 
