@@ -96,6 +96,7 @@ def _messages(config: RunConfig, backward: Sequence[Message], forward: Sequence[
     )
     forward_compressed = len(forward) if cb.enabled and cb.compress_forward else 0
     plain, encoded = config.message_nbytes, config.compressed_message_nbytes
+    whole = plain * _shares(config)
     query = 0
     if isinstance(cb.codec, LowRankConfig) and cb.codec.warm_start:
         rows, columns = matrix_shape(config.message_shape)
@@ -106,13 +107,18 @@ def _messages(config: RunConfig, backward: Sequence[Message], forward: Sequence[
         "epilogue_messages": sum(message.epilogue for message in backward),
         "compressed_messages": compressed,
         "forward_messages": len(forward),
-        "forward_logical_bytes": len(forward) * plain,
+        "forward_logical_bytes": len(forward) * whole,
         "forward_wire_bytes": (len(forward) - forward_compressed) * plain + forward_compressed * encoded,
-        "backward_logical_bytes": len(backward) * plain,
+        "backward_logical_bytes": len(backward) * whole,
         "backward_wire_bytes": (len(backward) - compressed) * plain + compressed * encoded,
         "error_memory_bytes": memory * bool(compressed),
         "query_bytes": query * (bool(compressed) + bool(forward_compressed)),
     }
+
+
+def _shares(config: RunConfig) -> int:
+    """Over how many tensor-parallel ranks a message that all of them hold is shared out."""
+    return config.parallel.tensor_parallel_size if config.parallel.split_over_tensor_parallel else 1
 
 
 def traffic(config: RunConfig) -> dict[str, dict[str, float]]:
@@ -163,11 +169,15 @@ def remarks(config: RunConfig) -> Iterator[str]:
     classes = traffic(config)
     everything = sum(count["logical_bytes"] for count in classes.values())
     if cb.enabled:
-        saved = {name: count["logical_bytes"] - count["wire_bytes"] for name, count in classes.items()}
-        backward = classes["pipeline_backward"]["logical_bytes"]
+        # What sharing messages out saves is not the codec's.
+        sent = {name: count["logical_bytes"] for name, count in classes.items()}
+        for name in ("pipeline_forward", "pipeline_backward"):
+            sent[name] /= _shares(config)
+        saved = {name: sent[name] - count["wire_bytes"] for name, count in classes.items()}
+        backward = sent["pipeline_backward"]
         line = (
             f"Compressed backpropagation saves {_share(saved['pipeline_backward'], backward)} of the backward "
-            f"messages' bytes and {_share(sum(saved.values()), everything)} of all that is listed here."
+            f"messages' bytes and {_share(sum(saved.values()), sum(sent.values()))} of all that is listed here."
         )
         if cb.epilogue_only:
             line += (
@@ -213,8 +223,16 @@ def _lonely_boundaries(config: RunConfig) -> Iterator[str]:
 
 
 def _limits(config: RunConfig) -> Iterator[str]:
-    """Techniques that can't help in this layout, whether or not they are switched on."""
+    """What would help in this layout and what can't, whether or not it is switched on."""
     parallel, model = config.parallel, config.model
+    tp = parallel.tensor_parallel_size
+    if parallel.pipeline_parallel_size > 1 and parallel.split_over_tensor_parallel:
+        yield f"Each of {tp} tensor-parallel ranks sends its share of a message: 1/{tp} of the bytes, without loss."
+    elif parallel.pipeline_parallel_size > 1 and tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"{tp} tensor-parallel ranks send the same messages. parallel.split_over_tensor_parallel=true would send "
+            f"1/{tp} of these bytes between stages, without loss, and gather them inside the group."
+        )
     stages, replicas = parallel.pipeline_parallel_size, parallel.data_parallel_size
     if stages == 1:
         yield (

@@ -68,6 +68,15 @@ def _kept(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.megatron
+@pytest.mark.parametrize("key", ["split_over_tensor_parallel", "sequence_parallel"])
+def test_messages_that_are_shared_out(ranks: RankPool, key: str) -> None:
+    config = small("tp2_pp2", low_rank(), parallel={key: True})
+    said = exposure_report.traffic(config)
+    for step in measured(ranks.run(4, train_ours, config)):
+        assert said == {name: step[name] for name in said}
+
+
+@pytest.mark.megatron
 def test_the_distributed_optimizer_only_adds_padding(ranks: RankPool) -> None:
     config = small("tp2_pp2_dp2", low_rank(), parallel={"distributed_optimizer": True})
     said = exposure_report.traffic(config)
@@ -145,6 +154,8 @@ def test_the_papers_layout(capsys: pytest.CaptureFixture[str]) -> None:
         ("parallel=pp4", "its one all-reduce is the one that runs anyway"),
         ("parallel=pp4", "between the stages 2 to 3"),
         ("parallel=pp2", "no residual reaches another message"),
+        ("parallel=tp2_pp2_dp2", "2 tensor-parallel ranks send the same messages"),
+        ("parallel=tp2_pp2_dp2 parallel.split_over_tensor_parallel=true", "1/2 of the bytes, without loss"),
         ("parallel=pp4_dp2 model.tied_embeddings=false", "the embeddings are not tied"),
         ("parallel=pp4_dp2", "1.5 times the embedding's gradient per rank in place of 2 times: 25.0% less"),
         ("technique.cb.codec.rank=1000", "nothing is saved"),
