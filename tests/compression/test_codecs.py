@@ -338,16 +338,16 @@ def test_impossible_densities_are_refused(arguments: dict[str, Any]) -> None:
         TopK(**arguments)
 
 
-CONFIGS: list[CodecConfig] = TypeAdapter(list[CodecConfig]).validate_python(
-    [
+CONFIGS: list[CodecConfig] = TypeAdapter(list[CodecConfig]).validate_json(
+    """[
         {"name": "identity"},
         {"name": "low_rank", "rank": 3},
         {"name": "low_rank", "rank": 3, "wire_dtype": "fp16"},
         {"name": "low_rank", "rank": 1000, "wire_dtype": "fp32"},
         {"name": "top_k", "density": 0.01},
         {"name": "top_k", "match_rank": 3, "wire_dtype": "bf16"},
-        {"name": "top_k", "match_rank": 1000},
-    ]
+        {"name": "top_k", "match_rank": 1000}
+    ]"""
 )
 
 
