@@ -11,7 +11,7 @@ from optimus_cc.config.errors import ConfigError, Problem, suggest
 if TYPE_CHECKING:
     from optimus_cc.config.run import RunConfig
 
-TASKS = {"train": "launchers.local:train"}
+TASKS = {"train": "launchers.local:train", "exposure": "optimus_cc.exposure_report:report"}
 """``task.name`` -> "module:function"; the function takes the :class:`RunConfig` and returns a summary."""
 
 

@@ -139,7 +139,6 @@ def run_schedule(
         use_cpu_initialization=True,
         overlap_p2p_comm=overlap,
         batch_p2p_comm=not overlap,
-        overlap_p2p_comm_warmup_flush=overlap_warmup,
     )
     if group_size is not None:
         config.microbatch_group_size_per_vp_stage = group_size

@@ -88,7 +88,6 @@ def test_map_equals_the_schedules_calls(ranks: RankPool) -> None:
         ((4, 3, 12, True), 6),
         ((2, 2, 9, True), 3),
         ((4, 2, 14, False), 5),
-        ((3, 4, 6, False), 6),
     ],
 )
 def test_map_knows_other_group_sizes(ranks: RankPool, case: tuple[int, int, int, bool], group_size: int) -> None:

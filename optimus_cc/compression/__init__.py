@@ -4,6 +4,7 @@ from optimus_cc.compression.codec import Codec, CodecState, Part, Payload, WireF
 from optimus_cc.compression.error_feedback import CompressedStream
 from optimus_cc.compression.identity import Identity
 from optimus_cc.compression.low_rank import LowRank
+from optimus_cc.compression.top_k import TopK
 
 __all__ = [
     "Codec",
@@ -13,6 +14,7 @@ __all__ = [
     "LowRank",
     "Part",
     "Payload",
+    "TopK",
     "WireFormat",
     "build_codec",
 ]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from optimus_cc.config.codec import CodecConfig, LowRankConfig
+from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class WireFormat:
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """First byte of each part, and of what would come after the last."""
-        alignment = 1 if len({part.dtype for part in self.parts}) == 1 else 8
-        offsets = [0]
+        """First byte of each part, aligned to its own elements, and of what would come after the last."""
+        offsets, end = [], 0
         for part in self.parts:
-            offsets.append(offsets[-1] + -(-part.nbytes // alignment) * alignment)
-        return tuple(offsets)
+            start = -(-end // part.dtype.itemsize) * part.dtype.itemsize
+            offsets.append(start)
+            end = start + part.nbytes
+        return (*offsets, end)
 
     @property
     def logical_nbytes(self) -> int:
@@ -125,7 +126,10 @@ def build_codec(config: CodecConfig) -> Codec:
     """The codec that a configuration describes."""
     from optimus_cc.compression.identity import Identity
     from optimus_cc.compression.low_rank import LowRank
+    from optimus_cc.compression.top_k import TopK
 
     if isinstance(config, LowRankConfig):
         return LowRank(rank=config.rank, warm_start=config.warm_start, wire_dtype=config.wire_dtype)
+    if isinstance(config, TopKConfig):
+        return TopK(density=config.density, match_rank=config.match_rank, wire_dtype=config.wire_dtype)
     return Identity()

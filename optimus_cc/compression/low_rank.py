@@ -15,19 +15,9 @@ from typing import Literal
 import torch
 
 from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+from optimus_cc.wire_size import matrix_shape
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns.
-
-    For a stage-to-stage message (sequence, micro-batch, hidden) rows are tokens and columns are hidden units.
-    """
-    if not shape:
-        return 1, 1
-    columns = shape[-1]
-    return math.prod(shape[:-1]), columns
 
 
 class LowRankState:
@@ -113,11 +103,12 @@ class LowRank:
         matrix = tensor.contiguous().view(matrix_shape(tensor.shape)).float()
         basis, _ = torch.linalg.qr(matrix @ self._query(state, matrix, left.shape[1]))
         # What the receiver multiplies is the basis as it travels: project onto that, so that rounding it is seen here.
-        sent_basis = basis.to(left.dtype).float()
-        factor = matrix.t() @ sent_basis
-        scale = _balance(factor) if left.dtype == torch.float16 else 1.0
-        left.copy_(sent_basis * scale)
-        right.copy_(factor / scale)
+        left.copy_(basis)
+        factor = matrix.t() @ left.float()
+        scale = _balance(factor) if left.dtype == torch.float16 else None
+        right.copy_(factor if scale is None else factor / scale)
+        if scale is not None:
+            left.mul_(scale)
         if self.warm_start:
             # A non-finite tensor must not spoil the start of those after it. No branch: that would wait for the device.
             state.query = torch.where(torch.isfinite(factor).all(), factor, torch.zeros_like(factor))

@@ -29,4 +29,17 @@ class LowRankConfig:
     """Type in which the factors travel; ``input``: the message's own."""
 
 
-CodecConfig = Annotated[IdentityConfig | LowRankConfig, Field(discriminator="name")]
+@strict
+class TopKConfig:
+    """The entries of largest magnitude travel, with their places. Of density and match_rank exactly one is set."""
+
+    name: Literal["top_k"] = "top_k"
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the entries that is kept, rounded up."""
+    match_rank: PositiveInt | None = None
+    """Keep as many as fit into what the low-rank codec would send at this rank."""
+    wire_dtype: Literal["input", "fp32", "bf16", "fp16"] = "input"
+    """Type in which the values travel; ``input``: the message's own."""
+
+
+CodecConfig = Annotated[IdentityConfig | LowRankConfig | TopKConfig, Field(discriminator="name")]

@@ -184,12 +184,16 @@ class _Composer:
         if name not in self._options("ablation") or "technique" not in composed.hydra.runtime.choices:
             return  # a configuration that was composed elsewhere
         meant = self.load([*composed.hydra.overrides.hydra, f"+ablation={name}"])
-        want, got = meant.hydra.runtime.choices.technique, composed.hydra.runtime.choices.technique
-        if want != got:
-            fix = f"leave technique={got} out, or leave +ablation={name} out"
-            yield Problem("technique", got, f"{want}, which ablation={name} is about", fix)
-            return
-        for key in sorted(_laid_down()):
+        keys = _laid_down(name)
+        groups = ["technique"]
+        groups += [choice for choice in meant.hydra.runtime.choices if _is_in(choice.partition("@")[2], keys)]
+        for group in groups:
+            want, got = meant.hydra.runtime.choices[group], composed.hydra.runtime.choices.get(group)
+            if want != got:
+                fix = f"leave {group}={got} out, or leave +ablation={name} out"
+                yield Problem(group, got, f"{want}, which ablation={name} is about", fix)
+                return
+        for key in sorted(keys):
             want, got = OmegaConf.select(meant, key), OmegaConf.select(composed, key)
             if want != got:
                 fix = f"leave {key} out, or say technique={composed.technique.name} in place of +ablation={name}"
@@ -316,10 +320,17 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _laid_down() -> set[str]:
-    """The technique's keys that any of the ablations is about, read from their files."""
-    files = (CONF / "ablation").glob("*.yaml")
-    return {key for file in files for key, _ in _leaves(_read(file)) if key.startswith("technique.")}
+def _laid_down(ablation: str) -> set[str]:
+    """The technique's keys that an ablation, or one that it is made of, is about; read from their files."""
+    content = _read(CONF / "ablation" / f"{ablation}.yaml")
+    bases = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    keys = {key for key, _ in _leaves(content) if key.startswith("technique.")}
+    return keys.union(*map(_laid_down, bases))
+
+
+def _is_in(node: str, keys: set[str]) -> bool:
+    """Whether any of ``keys`` lies in the configuration node ``node``."""
+    return bool(node) and any(key.startswith(f"{node}.") for key in keys)
 
 
 def _read(file: Path) -> Any:

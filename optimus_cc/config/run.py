@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from optimus_cc.config.cluster import ClusterConfig
-from optimus_cc.config.codec import IdentityConfig, LowRankConfig
+from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.fingerprint import fingerprint
@@ -25,6 +26,7 @@ from optimus_cc.config.tracking import TrackingConfig
 from optimus_cc.config.training import TrainingConfig
 from optimus_cc.config.type_problems import type_problems
 from optimus_cc.exposure import Schedule
+from optimus_cc.wire_size import wire_nbytes
 
 _UNSCIENTIFIC = {
     "technique": {"name"},
@@ -82,6 +84,21 @@ class RunConfig:
         shares = self.parallel.tensor_parallel_size if shared else 1
         return self.model.sequence_length // shares, self.training.micro_batch_size, self.model.hidden_size
 
+    @property
+    def message_itemsize(self) -> int:
+        """Bytes of an element of a stage-to-stage message."""
+        return 2 if self.training.precision == "bf16" else 4
+
+    @property
+    def message_nbytes(self) -> int:
+        """Bytes of an uncompressed stage-to-stage message."""
+        return math.prod(self.message_shape) * self.message_itemsize
+
+    @property
+    def compressed_message_nbytes(self) -> int:
+        """Bytes of a stage-to-stage message that compressed backpropagation's codec has encoded."""
+        return wire_nbytes(self.technique.cb.codec, self.message_shape, self.message_itemsize)
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""
         mapping: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
@@ -129,14 +146,11 @@ class RunConfig:
                 "technique.cb.compress_forward: activations are compressed too. The paper saw every such run "
                 "diverge (Optimus-CC, section 5); expect a worse perplexity."
             )
-        if isinstance(cb.codec, LowRankConfig):
-            rows, columns = self.message_shape[0] * self.message_shape[1], self.message_shape[2]
-            rank = min(cb.codec.rank, rows, columns)
-            if rank * (rows + columns) >= rows * columns:
-                lines.append(
-                    f"technique.cb.codec.rank={cb.codec.rank}: two factors of rank {rank} are not smaller than a "
-                    f"{rows} x {columns} message, so nothing is saved."
-                )
+        if self.compressed_message_nbytes >= self.message_nbytes:
+            lines.append(
+                f"technique.cb.codec.{_size_key(cb.codec)}: compressed, a message of {self.message_nbytes:,} bytes "
+                f"takes {self.compressed_message_nbytes:,}, so nothing is saved."
+            )
         if cb.lazy_error_propagation and cb.residual == "reset" and self._most_compressed_per_boundary() == 1:
             lines.append(
                 "technique.cb.lazy_error_propagation: every boundary compresses one message per mini-batch, so no "
@@ -249,6 +263,14 @@ class RunConfig:
                 "a codec that compresses, while technique.cb.enabled is true",
                 "codec@technique.cb.codec=low_rank, or technique=baseline",
             )
+        if isinstance(cb.codec, TopKConfig) and (cb.codec.density is None) == (cb.codec.match_rank is None):
+            given = cb.codec.density is not None
+            yield Problem(
+                "technique.cb.codec.density",
+                cb.codec.density,
+                "null while technique.cb.codec.match_rank is set" if given else "a share, or set match_rank",
+                "technique.cb.codec.match_rank=null" if given else "technique.cb.codec.density=0.01",
+            )
         if cb.flushes and not cb.compress_forward and self._most_compressed_per_boundary() == 0:
             yield Problem(
                 "technique.cb.residual",
@@ -257,6 +279,15 @@ class RunConfig:
                 "one uncompressed, so nothing would be compressed",
                 "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
             )
+
+
+def _size_key(codec: CodecConfig) -> str:
+    """The key, with its value, that decides how much a codec sends."""
+    if isinstance(codec, LowRankConfig):
+        return f"rank={codec.rank}"
+    if isinstance(codec, TopKConfig):
+        return f"match_rank={codec.match_rank}" if codec.density is None else f"density={codec.density:g}"
+    return f"name={codec.name}"
 
 
 _ADAPTER: TypeAdapter[RunConfig] = TypeAdapter(RunConfig)

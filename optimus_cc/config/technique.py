@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from optimus_cc.config.codec import CodecConfig, IdentityConfig
+from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.schema import Name, PositiveInt, strict
 
 
@@ -15,7 +15,7 @@ class CompressedBackpropagationConfig:
     enabled: bool = False
     codec: CodecConfig = IdentityConfig()
     default_rank: PositiveInt | None = None
-    """What ``codec.rank`` is when nothing else is said; filled in from the model."""
+    """What the codec's rank, or the rank whose size it matches, is when nothing else is said; from the model."""
     lazy_error_propagation: bool = True
     """The residual of one message is added to the next one of the same boundary before that is encoded."""
     epilogue_only: bool = True
@@ -46,7 +46,7 @@ class TechniqueConfig:
         if not self.cb.enabled:
             return "baseline"
         cb = self.cb
-        parts = ["cb"]
+        parts = ["cb", *_codec_label(cb.codec)]
         if not cb.epilogue_only and not cb.lazy_error_propagation:
             parts.append("naive")
         elif not cb.epilogue_only:
@@ -58,3 +58,15 @@ class TechniqueConfig:
         if cb.lazy_error_propagation and cb.residual != "reset":
             parts.append(cb.residual)
         return "_".join(parts)
+
+
+def _codec_label(codec: CodecConfig) -> list[str]:
+    """How a codec differs from the paper's low-rank one with warm start. The rank is left to the run id's hash."""
+    parts = []
+    if isinstance(codec, TopKConfig):
+        parts.append("topk" if codec.density is None else f"topk_{codec.density:g}")
+    elif isinstance(codec, LowRankConfig) and not codec.warm_start:
+        parts.append("cold_start")
+    if not isinstance(codec, IdentityConfig) and codec.wire_dtype != "input":
+        parts.append(f"{codec.wire_dtype}_wire")
+    return parts

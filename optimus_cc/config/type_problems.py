@@ -24,6 +24,7 @@ _ALLOWED = {
     "greater_than": "a number above {gt}",
     "greater_than_equal": "a number of at least {ge}",
     "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
     "literal_error": "{expected}",
     "union_tag_invalid": "{expected_tags}",
     "union_tag_not_found": "the name of one of the group's options",

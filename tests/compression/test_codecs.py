@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from optimus_cc.compression import Codec, CompressedStream, Identity, LowRank, Part, WireFormat
+from optimus_cc.compression import (
+    Codec,
+    CompressedStream,
+    Identity,
+    LowRank,
+    Part,
+    TopK,
+    WireFormat,
+    build_codec,
+)
+from optimus_cc.config.codec import CodecConfig
+from optimus_cc.wire_size import BLOCK_ENTRIES, top_k_blocks, wire_nbytes
 
 SHAPES = [(0, 8), (4, 0), (1,), (1, 1), (7,), (5, 3), (16, 2, 24), (3, 1, 1), (33, 65), (2, 3, 4, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -21,7 +36,12 @@ CODECS: dict[str, Codec] = {
     "rank 4 on bf16 wire": LowRank(4, wire_dtype="bf16"),
     "rank 4 on fp32 wire": LowRank(4, wire_dtype="fp32"),
     "rank 1000": LowRank(1000),
+    "top-k": TopK(density=0.1),
+    "top-k of rank 4's size": TopK(match_rank=4),
+    "top-k on bf16 wire": TopK(density=0.1, wire_dtype="bf16"),
+    "top-k of all": TopK(density=1.0),
 }
+STATELESS = ("identity", "top-k")
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -199,13 +219,18 @@ def test_rank_below_one_is_refused() -> None:
     rank=st.integers(1, 25),
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e6]),
-    name=st.sampled_from(["warm", "cold", "bf16"]),
+    name=st.sampled_from(["warm", "cold", "bf16", "top-k", "top-k bf16"]),
 )
 def test_output_plus_memory_is_input(rows: int, columns: int, rank: int, seed: int, scale: float, name: str) -> None:
     """Over a whole sequence: all that arrived, and what is still in memory, is all that was sent."""
-    codec = {"warm": LowRank(rank), "cold": LowRank(rank, warm_start=False), "bf16": LowRank(rank, wire_dtype="bf16")}[
-        name
-    ]
+    codecs: dict[str, Codec] = {
+        "warm": LowRank(rank),
+        "cold": LowRank(rank, warm_start=False),
+        "bf16": LowRank(rank, wire_dtype="bf16"),
+        "top-k": TopK(match_rank=rank),
+        "top-k bf16": TopK(density=rank / 25, wire_dtype="bf16"),
+    }
+    codec = codecs[name]
     stream = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
     sent, arrived = torch.zeros(rows, columns).double(), torch.zeros(rows, columns).double()
     for index in range(4):
@@ -236,7 +261,9 @@ def test_state_round_trip_continues_exactly(name: str) -> None:
     original = CompressedStream(codec, codec.new_state(("test",)), feedback=True)
     for seed in range(3):
         original.encode(_random((12, 10), seed=seed))
-    copy = CompressedStream(codec, codec.new_state(("other",) if name == "identity" else ("test",)), feedback=True)
+    copy = CompressedStream(
+        codec, codec.new_state(("other",) if name.startswith(STATELESS) else ("test",)), feedback=True
+    )
     copy.load_state_dict({key: value.clone() for key, value in original.state_dict().items()})
     for seed in range(3, 6):
         tensor = _random((12, 10), seed=seed)
@@ -259,7 +286,7 @@ def test_parts_of_several_types_are_aligned() -> None:
     wire = WireFormat((8,), torch.float32, parts, summable=False)
     payload = wire.allocate(torch.device("cpu"))
     assert payload.dtype == torch.uint8
-    assert payload.numel() == wire.nbytes >= 3 + 20 + 8
+    assert payload.numel() == wire.nbytes == 4 + 20 + 8
     views = wire.unpack(payload.fill_(0))
     for index, view in enumerate(views):
         view.fill_(index + 1)
@@ -291,3 +318,105 @@ def test_residual_of_another_shape_is_dropped() -> None:
     assert stream.memory is not None
     assert fresh.memory is not None
     assert stream.memory.shape == fresh.memory.shape == small.shape
+
+
+def _largest(values: np.ndarray[Any, Any], kept: int) -> np.ndarray[Any, Any]:
+    """``values`` with all but the ``kept`` entries of largest magnitude set to zero."""
+    result = np.zeros_like(values)
+    chosen = np.argpartition(-np.abs(values), kept - 1)[:kept]
+    result[chosen] = values[chosen]
+    return result
+
+
+@pytest.mark.parametrize("density", [1e-9, 0.01, 0.37, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(1,), (33, 65), (16, 2, 24), (256, 256), (3, 40000), (257, 1021)], ids=str)
+def test_top_k_keeps_the_largest_of_each_block(shape: tuple[int, ...], density: float) -> None:
+    numel = math.prod(shape)
+    generator = np.random.default_rng(1)
+    values = generator.permutation(np.arange(1, numel + 1, dtype=np.float64)) * generator.choice([-1.0, 1.0], numel)
+    codec = TopK(density=density)
+    wire = codec.wire_format(shape, torch.float32)
+    payload = codec.encode(torch.from_numpy(values).float().view(shape))
+    blocks = math.ceil(numel / BLOCK_ENTRIES)
+    kept = max(blocks, math.ceil(density * numel))
+    assert wire.nbytes == kept * (4 + 2)
+    counts = [kept // blocks + (index < kept % blocks) for index in range(blocks)]
+    expected = [_largest(part, count) for part, count in zip(np.array_split(values, blocks), counts, strict=True)]
+    np.testing.assert_array_equal(codec.decode(payload).double().view(-1).numpy(), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 40000), (257, 1021)], ids=str)
+def test_density_one_is_exact(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    codec, tensor = TopK(density=1.0), _random(shape, dtype)
+    assert torch.equal(codec.decode(codec.encode(tensor)), tensor)
+
+
+def test_of_equal_magnitudes_the_first_are_kept() -> None:
+    codec = TopK(density=0.25)
+    tensor = torch.tensor([1.0, -2.0, 2.0, 0.0, 2.0, -2.0, 1.0, 2.0])
+    assert codec.decode(codec.encode(tensor)).tolist() == [0, -2, 2, 0, 0, 0, 0, 0]
+    wide = torch.ones(3, BLOCK_ENTRIES // 2)
+    assert codec.decode(codec.encode(wide)).view(2, -1).sum(dim=1).tolist() == [wide.numel() / 8] * 2
+
+
+@pytest.mark.parametrize("wire_dtype", ["input", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("rank", [1, 4, 16, 1000])
+@pytest.mark.parametrize("shape", [*SHAPES, (257, 1021), (1024, 8, 3072), (16384, 32768)], ids=str)
+def test_top_k_of_a_ranks_size_is_as_large_and_never_larger(shape: tuple[int, ...], rank: int, wire_dtype: Any) -> None:
+    for dtype in DTYPES:
+        wire = TopK(match_rank=rank, wire_dtype=wire_dtype).wire_format(shape, dtype)
+        limit = LowRank(rank, wire_dtype=wire_dtype).wire_format(shape, dtype).nbytes
+        entry = wire.parts[0].dtype.itemsize + wire.parts[1].dtype.itemsize
+        everything = math.prod(shape) * entry
+        assert wire.nbytes <= limit
+        assert wire.nbytes > limit - entry or wire.nbytes == everything
+
+
+@settings(max_examples=300, deadline=None)
+@given(numel=st.integers(0, 2**24), share=st.floats(0, 1))
+def test_blocks_cover_everything_once(numel: int, share: float) -> None:
+    blocks = math.ceil(numel / BLOCK_ENTRIES)
+    entries = min(max(blocks, math.ceil(share * numel)), numel)
+    runs = list(top_k_blocks(numel, entries))
+    assert len(runs) <= 3
+    assert sum(run.count for run in runs) == blocks
+    assert sum(run.count * run.size for run in runs) == numel
+    assert sum(run.count * run.kept for run in runs) == entries
+    assert all(run.stop == following.start for run, following in pairwise(runs))
+    assert all(1 <= run.kept <= run.size <= BLOCK_ENTRIES for run in runs)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"density": 0.1, "match_rank": 4}, {"density": 0.0}, {"density": 1.5}, {"match_rank": 0}],
+    ids=str,
+)
+def test_impossible_densities_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"density|match_rank"):
+        TopK(**arguments)
+
+
+CONFIGS: list[CodecConfig] = TypeAdapter(list[CodecConfig]).validate_json(
+    """[
+        {"name": "identity"},
+        {"name": "low_rank", "rank": 3},
+        {"name": "low_rank", "rank": 3, "wire_dtype": "fp16"},
+        {"name": "low_rank", "rank": 1000, "wire_dtype": "fp32"},
+        {"name": "top_k", "density": 0.01},
+        {"name": "top_k", "match_rank": 3, "wire_dtype": "bf16"},
+        {"name": "top_k", "match_rank": 1000}
+    ]"""
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", [(), *SHAPES, (257, 1021), (1024, 8, 3072)], ids=str)
+def test_sizes_without_torch_are_those_that_codecs_declare(config: CodecConfig, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        declared = build_codec(config).wire_format(shape, dtype)
+        assert wire_nbytes(config, shape, dtype.itemsize) == declared.nbytes
+
+
+def test_every_codec_has_its_size_tested() -> None:
+    assert {type(config) for config in CONFIGS} == set(get_args(get_args(CodecConfig)[0]))

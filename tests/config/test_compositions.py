@@ -106,7 +106,65 @@ def test_the_baseline_ablation() -> None:
 
 
 def test_every_ablation_is_tested_here() -> None:
-    assert options("ablation") == ["baseline", "cb", "cb_forward", "cb_naive", "cb_no_epilogue", "cb_no_lazy_error"]
+    differences = ["forward", "naive", "no_epilogue", "no_lazy_error", *OTHER_ABLATIONS]
+    assert options("ablation") == ["baseline", "cb", *sorted(f"cb_{name}" for name in differences)]
+
+
+OTHER_ABLATIONS: dict[str, dict[str, Any]] = {
+    "carry": {"residual": "carry"},
+    "flush": {"residual": "flush"},
+    "cold_start": {"codec": {"name": "low_rank", "rank": 4, "warm_start": False, "wire_dtype": "input"}},
+    "topk": {"codec": {"name": "top_k", "density": None, "match_rank": 4, "wire_dtype": "input"}},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ABLATIONS)
+def test_ablations_of_codec_and_residual(name: str) -> None:
+    config = one(f"+ablation=cb_{name}")
+    assert config.ablation == config.technique.label == f"cb_{name}"
+    assert config.to_mapping()["technique"]["cb"] == {
+        **mapping("+ablation=cb")["technique"]["cb"],
+        **OTHER_ABLATIONS[name],
+    }
+    assert config.notices() == []
+
+
+def test_top_k_takes_the_size_of_the_models_rank() -> None:
+    top_k, low_rank = one("technique=cb_topk"), one("technique=cb")
+    assert 0 <= low_rank.compressed_message_nbytes - top_k.compressed_message_nbytes < 6
+    assert mapping("technique=cb_topk model=gpt_8_3b parallel=pp4")["technique"]["cb"]["codec"]["match_rank"] == 16
+    half = one("technique=cb_topk technique.cb.codec.match_rank=null technique.cb.codec.density=0.5")
+    assert half.compressed_message_nbytes == half.message_nbytes // 4 // 2 * 6
+    assert half.notices() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "label"),
+    [
+        ("technique=cb technique.cb.codec.wire_dtype=bf16", "cb_bf16_wire"),
+        ("technique=cb_topk technique.cb.residual=carry", "cb_topk_carry"),
+        ("technique=cb_topk technique.cb.codec.match_rank=null technique.cb.codec.density=0.01", "cb_topk_0.01"),
+        ("+ablation=cb_naive technique.cb.codec.warm_start=false", "cb_cold_start_naive"),
+        ("codec@technique.cb.codec=top_k", "cb_topk"),
+    ],
+)
+def test_labels_name_what_differs(line: str, label: str) -> None:
+    assert one(line).technique.label == label
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("technique.cb.codec.rank=64", "rank=64"),
+        ("technique.cb.codec.rank=1000", "rank=1000"),
+        ("technique=cb_topk technique.cb.codec.match_rank=64", "match_rank=64"),
+        ("technique=cb_topk technique.cb.codec.match_rank=null technique.cb.codec.density=0.7", "density=0.7"),
+    ],
+)
+def test_a_codec_that_saves_nothing_is_told(line: str, size: str) -> None:
+    """Messages of gpt_tiny are 256 x 128: factors are no smaller from a rank of 86 on."""
+    saves = "rank=64" in size
+    assert any(size in notice and "nothing is saved" in notice for notice in one(line).notices()) is not saves
 
 
 @pytest.mark.parametrize("line", ["technique.cb.residual=carry", "technique.cb.codec.rank=8", "technique=cb"])

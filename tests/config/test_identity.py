@@ -128,6 +128,8 @@ def test_weights_count(tmp_path: Path) -> None:
         "",
         f"model.name={'m' * 40} training.seed=2147483647",
         f"model.name={'m' * 40} parallel=tp2_pp2_dp2 +ablation=cb_no_epilogue technique.cb.residual=carry",
+        f"model.name={'m' * 40} parallel=tp2_pp2_dp2 +ablation=cb_topk technique.cb.residual=carry "
+        "technique.cb.codec.match_rank=null technique.cb.codec.density=1e-05 technique.cb.codec.wire_dtype=bf16",
     ],
 )
 def test_it_names_a_folder(line: str) -> None:
