@@ -7,6 +7,7 @@ test gets a fresh one.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -118,3 +119,5 @@ def _leave() -> None:
     _Observer.uninstall()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    # Trainers are full of reference cycles that hold process groups, and a group whose peers are gone keeps a core busy.
+    gc.collect()

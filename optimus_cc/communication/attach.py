@@ -12,6 +12,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from optimus_cc.communication.embedding import FusedEmbeddingSync
+from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, replace, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
 from optimus_cc.config.technique import TechniqueConfig
@@ -25,11 +27,11 @@ class Attachment:
         communicator: CompressedP2PCommunicator | None,
         groups: ProcessGroupCollection,
         meter: TrafficMeter,
-        restore: Callable[[], None],
+        restores: Sequence[Restore],
     ) -> None:
         self._communicator = communicator
         self._groups = groups
-        self._restore = restore
+        self._restores = restores
         self.meter = meter
 
     def forward_backward_func(self, **kwargs: Any) -> Any:
@@ -59,8 +61,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model back to Megatron-core as it was."""
-        self.meter.stop()
-        self._restore()
+        undo(self._restores)
 
 
 def attach(
@@ -91,24 +92,34 @@ def attach(
         meter = TrafficMeter.for_megatron()
         meter.observe()
     groups = _schedule_groups()
+    restores: list[Restore] = [meter.stop]
     communicator = None
     if stages > 1:
         communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed)
     finalize = config.finalize_model_grads_func
-
+    left_out: frozenset[torch.nn.Parameter] = frozenset()
+    if technique.fe.enabled:
+        embedding = FusedEmbeddingSync(model, meter, groups)
+        restores.append(embedding.restore)
+        left_out = embedding.left_out
+        finalize = embedding.finalizer(finalize)
+    for group in bucket_groups(model) if left_out else ():
+        if left_out & group.params:
+            restores.append(BucketGroupSync(group, meter, left_out).restore)
     if finalize is not None:
+        restores.append(replace(config, "finalize_model_grads_func", _in_scope(finalize, meter)))
+    return Attachment(communicator, groups, meter, restores)
 
-        @functools.wraps(finalize)
-        def finalize_in_scope(*args: Any, **kwargs: Any) -> Any:
-            with meter.scope("other"):
-                return finalize(*args, **kwargs)
 
-        config.finalize_model_grads_func = finalize_in_scope
+def _in_scope(finalize: Callable[..., Any], meter: TrafficMeter) -> Callable[..., Any]:
+    """``finalize`` with its sums of LayerNorm gradients counted as ``other``."""
 
-    def restore() -> None:
-        config.finalize_model_grads_func = finalize
+    @functools.wraps(finalize)
+    def finalize_in_scope(*args: Any, **kwargs: Any) -> Any:
+        with meter.scope("other"):
+            return finalize(*args, **kwargs)
 
-    return Attachment(communicator, groups, meter, restore)
+    return finalize_in_scope
 
 
 def _schedule_groups() -> ProcessGroupCollection:
