@@ -119,5 +119,5 @@ def _leave() -> None:
     _Observer.uninstall()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    # Trainers are full of reference cycles that hold process groups, and a group whose peers are gone keeps a core busy.
+    # Trainers are full of reference cycles that hold process groups; a group whose peers are gone keeps a core busy.
     gc.collect()

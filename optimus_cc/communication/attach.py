@@ -12,11 +12,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from optimus_cc.communication.data_parallel import SelectiveStageCompression
 from optimus_cc.communication.embedding import FusedEmbeddingSync
 from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, replace, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
 from optimus_cc.config.technique import TechniqueConfig
+
+
+_SC_PREFIX = "sc."
 
 
 class Attachment:
@@ -27,10 +31,12 @@ class Attachment:
         communicator: CompressedP2PCommunicator | None,
         groups: ProcessGroupCollection,
         meter: TrafficMeter,
+        factored: SelectiveStageCompression | None,
         restores: Sequence[Restore],
     ) -> None:
         self._communicator = communicator
         self._groups = groups
+        self._factored = factored
         self._restores = restores
         self.meter = meter
 
@@ -50,14 +56,27 @@ class Attachment:
         return self.meter.take()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Error memories and warm-started queries of this rank."""
-        return self._communicator.state_dict() if self._communicator else {}
+        """Error memories, warm-started queries and the step count of this rank."""
+        state = self._communicator.state_dict() if self._communicator else {}
+        if self._factored is not None:
+            state |= {f"{_SC_PREFIX}{key}": value for key, value in self._factored.state_dict().items()}
+        return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self._communicator:
-            self._communicator.load_state_dict(state)
-        elif state:
-            raise ValueError(f"this plan keeps no state, but was given {sorted(state)}")
+        """Continue from ``state``; what it does not hold starts afresh.
+
+        Raises:
+            ValueError: it holds what this plan does not keep.
+        """
+        factored = {key.removeprefix(_SC_PREFIX): v for key, v in state.items() if key.startswith(_SC_PREFIX)}
+        rest = {key: value for key, value in state.items() if not key.startswith(_SC_PREFIX)}
+        unknown = (rest if self._communicator is None else {}) | (factored if self._factored is None else {})
+        if unknown:
+            raise ValueError(f"this plan keeps no such state, but was given {sorted(unknown)}")
+        if self._communicator is not None:
+            self._communicator.load_state_dict(rest)
+        if self._factored is not None:
+            self._factored.load_state_dict(factored)
 
     def detach(self) -> None:
         """Give the model back to Megatron-core as it was."""
@@ -88,36 +107,51 @@ def attach(
         raise ValueError(
             "compressed backpropagation needs more than one pipeline stage: with one there are no messages"
         )
-    if meter is None:
-        meter = TrafficMeter.for_megatron()
-        meter.observe()
+    own_meter = meter is None
+    meter = TrafficMeter.for_megatron() if meter is None else meter
     groups = _schedule_groups()
     restores: list[Restore] = [meter.stop]
-    communicator = None
-    if stages > 1:
-        communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed)
-    finalize = config.finalize_model_grads_func
-    left_out: frozenset[torch.nn.Parameter] = frozenset()
-    if technique.fe.enabled:
-        embedding = FusedEmbeddingSync(model, meter, groups)
-        restores.append(embedding.restore)
-        left_out = embedding.left_out
-        finalize = embedding.finalizer(finalize)
-    for group in bucket_groups(model) if left_out else ():
-        if left_out & group.params:
-            restores.append(BucketGroupSync(group, meter, left_out).restore)
-    if finalize is not None:
-        restores.append(replace(config, "finalize_model_grads_func", _in_scope(finalize, meter)))
-    return Attachment(communicator, groups, meter, restores)
+    try:
+        communicator = None
+        if stages > 1:
+            communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed)
+        finalize = config.finalize_model_grads_func
+        embedding = FusedEmbeddingSync(model, meter, groups) if technique.fe.enabled else None
+        left_out: frozenset[torch.nn.Parameter] = frozenset()
+        if embedding is not None:
+            restores.append(embedding.restore)
+            left_out = embedding.left_out
+            finalize = embedding.finalizer(finalize)
+        factored = None
+        if technique.sc.enabled:
+            excluded = embedding.parameters if embedding is not None else frozenset()
+            factored = SelectiveStageCompression(model, technique.sc, seed, excluded)
+        compressors = {} if factored is None else {id(group): reduction for group, reduction in factored.groups}
+        for group in bucket_groups(model) if left_out or compressors else ():
+            if left_out & group.params or id(group) in compressors:
+                restores.append(BucketGroupSync(group, meter, left_out, compressors.get(id(group))).restore)
+        if finalize is not None:
+            restores.append(replace(config, "finalize_model_grads_func", _finalizer(finalize, meter, factored)))
+    except BaseException:
+        undo(restores[1:])
+        raise
+    if own_meter:
+        meter.observe()
+    return Attachment(communicator, groups, meter, factored, restores)
 
 
-def _in_scope(finalize: Callable[..., Any], meter: TrafficMeter) -> Callable[..., Any]:
-    """``finalize`` with its sums of LayerNorm gradients counted as ``other``."""
+def _finalizer(
+    finalize: Callable[..., Any], meter: TrafficMeter, factored: SelectiveStageCompression | None
+) -> Callable[..., Any]:
+    """``finalize`` with its sums of LayerNorm gradients counted as ``other``; it ends a step."""
 
     @functools.wraps(finalize)
     def finalize_in_scope(*args: Any, **kwargs: Any) -> Any:
         with meter.scope("other"):
-            return finalize(*args, **kwargs)
+            result = finalize(*args, **kwargs)
+        if factored is not None:
+            factored.end_step()
+        return result
 
     return finalize_in_scope
 

@@ -92,14 +92,12 @@ class FusedEmbeddingSync:
     @property
     def left_out(self) -> frozenset[torch.nn.Parameter]:
         """The parameters whose gradients the data-parallel reduction must not touch."""
-        if self._weight is None or self._place.distributed_optimizer:
-            return frozenset()
-        return frozenset({self._weight})
+        return frozenset() if self._place.distributed_optimizer else self.parameters
 
     @property
-    def weight(self) -> torch.nn.Parameter | None:
+    def parameters(self) -> frozenset[torch.nn.Parameter]:
         """This rank's copy of the embedding, if it holds one."""
-        return self._weight
+        return frozenset() if self._weight is None else frozenset({self._weight})
 
     @torch.no_grad()
     def synchronize(self, force_all_reduce: bool = False) -> None:
@@ -109,7 +107,7 @@ class FusedEmbeddingSync:
             force_all_reduce: what Megatron's reduction was told: with the distributed optimizer, leave the whole
                 gradient on every rank.
         """
-        weight = self._weight
+        weight: Any = self._weight
         if weight is None:
             return
         gradient = weight.main_grad.view(-1)
@@ -163,9 +161,9 @@ class FusedEmbeddingSync:
                 for partner in other.partners:
                     if other.distributed_optimizer and places[partner].shard != other.shard:
                         raise ValueError(
-                            f"fused embedding synchronisation with the distributed optimizer: rank {rank} owns elements "
-                            f"{other.shard} of the embedding and rank {partner}, its partner on the other stage, "
-                            f"{places[partner].shard}; they must be the same"
+                            "fused embedding synchronisation with the distributed optimizer: both copies must be cut "
+                            f"alike, but rank {rank} owns elements {other.shard} of the embedding and rank {partner} "
+                            f"elements {places[partner].shard}"
                         )
         for members in self._members.values():
             expected = 2 * places[members[0]].data_parallel_size
@@ -187,7 +185,7 @@ class FusedEmbeddingSync:
             raise ValueError("fused embedding synchronisation does not know the copies that mtp_num_layers adds")
         if config.finalize_model_grads_func is None:
             raise ValueError("fused embedding synchronisation: set config.finalize_model_grads_func first")
-        chunks = [unwrapped(chunk) for chunk in model]
+        chunks: list[Any] = [unwrapped(chunk) for chunk in model]
         if not all(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks):
             raise ValueError(
                 "fused embedding synchronisation needs tied embeddings (share_embeddings_and_output_weights): untied, "

@@ -26,8 +26,9 @@ Restore = Callable[[], None]
 class Compressor(Protocol):
     """Reduces some matrices of one bucket group in its own way."""
 
-    parameters: Collection[torch.nn.Parameter]
-    """Whose gradients it reduces."""
+    @property
+    def parameters(self) -> frozenset[torch.nn.Parameter]:
+        """Whose gradients it reduces."""
 
     @property
     def active(self) -> bool:
@@ -125,7 +126,7 @@ class BucketGroupSync:
         """What Megatron's reduction of all that is not left out makes a rank send."""
         size = collective_group(self._group).size()
         scatter = self._group.ddp_config.use_distributed_optimizer and not force_all_reduce
-        total = sum(bucket.grad_data.nbytes for bucket in self._group.buckets)
+        total: int = sum(bucket.grad_data.nbytes for bucket in self._group.buckets)
         for bucket in self._group.buckets:
             for parameter in self._left_out & bucket.params:
                 start, end = bucket.param_to_index[parameter]
@@ -221,7 +222,7 @@ def undo(restores: Sequence[Restore]) -> None:
 
 
 def _without(bucket: Any, special: Collection[torch.nn.Parameter]) -> Iterator[Any]:
-    """Stand-ins for ``bucket`` that cover all of it but the gradients of ``special``, in as few slices as there can be."""
+    """Stand-ins for ``bucket`` that cover all but the gradients of ``special``, in as few slices as there can be."""
     taken = sorted(bucket.param_to_index[parameter] for parameter in bucket.params & set(special))
     position = 0
     for start, end in [*taken, (bucket.grad_data.numel(), 0)]:

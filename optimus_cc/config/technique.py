@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from optimus_cc.config.codec import CodecConfig, IdentityConfig
+from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig
 from optimus_cc.config.schema import Name, NonNegativeInt, PositiveFloat, PositiveInt, strict
 
 
@@ -58,6 +58,13 @@ class SelectiveStageCompressionConfig:
     """What compression leaves out of one step's gradient is added to the next one's."""
     warmup_steps: NonNegativeInt = 0
     """Steps at the start in which nothing is compressed."""
+
+    def compresses(self, rows: int, columns: int) -> bool:
+        """Whether the gradient of a matrix is large enough beside its two factors. A vector's never is."""
+        if not isinstance(self.codec, LowRankConfig) or min(rows, columns) < 2:
+            return False
+        rank = min(self.codec.rank, rows, columns)
+        return rows * columns >= self.min_compression_ratio * rank * (rows + columns)
 
 
 @strict

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc.config import RunConfig
+from optimus_cc.config import RunConfig, load
 from optimus_cc.config.technique import TechniqueConfig
 from tests.configurations import HIDDEN, VOCABULARY, low_rank, tiny
 from tests.ranks import RankPool
-from tests.training_runs import backend_in_world, random_tokens, train_ours
+from tests.training_runs import backend_in_world, train_ours
 
 FE = {"name": "fe", "fe": {"enabled": True}}
 EMBEDDING_BYTES = VOCABULARY * HIDDEN * 4
@@ -28,6 +28,10 @@ def built(config: RunConfig) -> Any:
     from optimus_cc.training import loop
 
     return loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
+
+
+def tiny_with(config: RunConfig, technique: TechniqueConfig) -> RunConfig:
+    return load({**config.to_mapping(), "technique": dataclasses.asdict(technique)})
 
 
 def embedding_of(model: Any) -> torch.nn.Parameter | None:
@@ -48,11 +52,11 @@ def _both_ways(config: RunConfig, num_tokens: int | None = None) -> dict[str, An
     from optimus_cc.communication.attach import attach
 
     baseline = TechniqueConfig()
-    trainer = built(dataclasses.replace(config, technique=baseline))
+    trainer = built(tiny_with(config, baseline))
     trainer.attachment.detach()
     model = trainer.model
 
-    def reduced(finalize: Any) -> list[torch.Tensor]:
+    def reduced(finalize: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(dist.get_rank())
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -63,7 +67,7 @@ def _both_ways(config: RunConfig, num_tokens: int | None = None) -> dict[str, An
         finalize(model, tokens)
         return [owned(parameter) for chunk in model for parameter in chunk.parameters()]
 
-    def owned(parameter: torch.nn.Parameter) -> torch.Tensor:
+    def owned(parameter: Any) -> Any:
         """What the optimizer of this rank will read."""
         gradient = parameter.main_grad.flatten().clone()
         if not config.parallel.distributed_optimizer:
