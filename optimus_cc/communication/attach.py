@@ -19,7 +19,6 @@ from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
 from optimus_cc.config.technique import TechniqueConfig
 
-
 _SC_PREFIX = "sc."
 
 
@@ -37,7 +36,7 @@ class Attachment:
         self._communicator = communicator
         self._groups = groups
         self._factored = factored
-        self._restores = restores
+        self._restores: Sequence[Restore] = restores
         self.meter = meter
 
     def forward_backward_func(self, **kwargs: Any) -> Any:
@@ -81,6 +80,7 @@ class Attachment:
     def detach(self) -> None:
         """Give the model back to Megatron-core as it was."""
         undo(self._restores)
+        self._restores = ()
 
 
 def attach(
@@ -91,6 +91,8 @@ def attach(
     meter: TrafficMeter | None = None,
 ) -> Attachment:
     """Install ``technique`` on a model whose process groups are those of megatron.core.parallel_state.
+
+    Every rank must call it, after ``finalize_model_grads_func`` was set in the model's configuration.
 
     Args:
         technique: what is compressed and how.

@@ -35,7 +35,7 @@ def sc(rank: int = 2, *, cb: bool = False, fe: bool = False, **keys: Any) -> dic
     }
 
 
-FULL = {"rank": 10**6, "min_compression_ratio": 1e-3}
+FULL: dict[str, Any] = {"rank": 10**6, "min_compression_ratio": 1e-3}
 
 
 def built(config: RunConfig) -> Any:
@@ -348,7 +348,7 @@ def _detached(config: RunConfig, dense: RunConfig) -> bool:
     from optimus_cc.communication.attach import attach
 
     trainer = built(dense)
-    results = []
+    results: list[dict[str, torch.Tensor]] = []
     for compress in (False, True, False):
         if compress:
             trainer.attachment.detach()

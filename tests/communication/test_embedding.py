@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -30,8 +29,8 @@ def built(config: RunConfig) -> Any:
     return loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
 
 
-def tiny_with(config: RunConfig, technique: TechniqueConfig) -> RunConfig:
-    return load({**config.to_mapping(), "technique": dataclasses.asdict(technique)})
+def without_technique(config: RunConfig) -> RunConfig:
+    return load({**config.to_mapping(), "technique": {"name": "baseline"}})
 
 
 def embedding_of(model: Any) -> torch.nn.Parameter | None:
@@ -52,7 +51,7 @@ def _both_ways(config: RunConfig, num_tokens: int | None = None) -> dict[str, An
     from optimus_cc.communication.attach import attach
 
     baseline = TechniqueConfig()
-    trainer = built(tiny_with(config, baseline))
+    trainer = built(without_technique(config))
     trainer.attachment.detach()
     model = trainer.model
 
