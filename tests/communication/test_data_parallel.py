@@ -406,6 +406,59 @@ def test_what_is_not_finite_comes_out_and_leaves_nothing_behind(ranks: RankPool,
         assert all(result.values()), result
 
 
+def _summed(config: RunConfig, dense: RunConfig) -> float:
+    """Largest relative difference where gradients are added up and not averaged, as with a loss per token."""
+    from optimus_cc.communication.attach import attach
+
+    trainer = built(dense)
+    trainer.attachment.detach()
+    for chunk in trainer.model:
+        for group in chunk.bucket_groups:
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0
+    fill(trainer, 0)
+    finalize(trainer)
+    expected = gradients(trainer)
+    trainer.attachment = attach(config.technique, trainer.model)
+    fill(trainer, 0)
+    finalize(trainer)
+    for key, value in trainer.attachment.state_dict().items():
+        if "memory" in key:  # each is a rank's difference from the mean: nothing is left of them together
+            dist.all_reduce(value)
+            assert float(value.abs().max()) < 1e-4
+    found = gradients(trainer)
+    return max(float((found[key] - value).norm() / value.norm()) for key, value in expected.items())
+
+
+@pytest.mark.megatron
+def test_sums_stay_sums(ranks: RankPool) -> None:
+    for size in (2, 3):
+        layout = {"data_parallel_size": size}
+        assert max(ranks.run(size, _summed, tiny(layout, sc(**FULL)), tiny(layout))) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_what_is_applied_and_what_is_kept_is_what_there_was(dtype: torch.dtype, scale: float) -> None:
+    """The rounding of a half-precision bucket is kept too."""
+    from optimus_cc.communication.data_parallel import _Batch
+    from optimus_cc.config.codec import LowRankConfig
+
+    generator = torch.Generator().manual_seed(1)
+    views = {f"w{i}": torch.zeros(24, 16, dtype=dtype) for i in range(3)}
+    batch = _Batch(views, scale, LowRankConfig(rank=2), feedback=True, seed=0)
+    total = torch.zeros(3, 24, 16)
+    for step in range(4):
+        for view in views.values():
+            view.copy_(torch.randn(24, 16, generator=generator))
+        total += torch.stack(list(views.values())).float()
+        batch.apply(batch.second(batch.project(step)))
+        total -= torch.stack(list(views.values())).float() / scale
+        memory = torch.stack([batch.state_dict()[f"memory.{name}"] for name in views])
+        assert torch.allclose(memory, total, atol=1e-5)
+        assert float(total.norm()) > 1
+
+
 def _refusal(config: RunConfig, technique: dict[str, Any]) -> str:
     from optimus_cc.communication.attach import attach
 
