@@ -442,11 +442,12 @@ def test_sums_stay_sums(ranks: RankPool) -> None:
 def test_what_is_applied_and_what_is_kept_is_what_there_was(dtype: torch.dtype, scale: float) -> None:
     """The rounding of a half-precision bucket is kept too."""
     from optimus_cc.communication.data_parallel import _Batch
-    from optimus_cc.config.codec import LowRankConfig
 
+    codec = tiny("dp2", sc(2)).technique.sc.codec
+    assert codec.name == "low_rank"
     generator = torch.Generator().manual_seed(1)
     views = {f"w{i}": torch.zeros(24, 16, dtype=dtype) for i in range(3)}
-    batch = _Batch(views, scale, LowRankConfig(rank=2), feedback=True, seed=0)
+    batch = _Batch(views, scale, codec, feedback=True, seed=0)
     total = torch.zeros(3, 24, 16)
     for step in range(4):
         for view in views.values():
