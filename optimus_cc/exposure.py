@@ -8,7 +8,9 @@ The sender, the receiver and whoever predicts or reports traffic ask this module
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 
@@ -131,3 +133,17 @@ class Schedule:
 
     def _message(self, boundary: int, microbatch: int, epilogue: bool) -> Message:
         return Message(boundary, microbatch, epilogue, last=microbatch == self.num_microbatches - 1)
+
+
+def stages_to_compress(pipeline_parallel_size: int, fraction: float) -> int:
+    """How many pipeline stages, earliest first, compress their data-parallel gradients.
+
+    In 1F1B an earlier stage ends its backward pass later, so its all-reduce is the one that nothing hides; the later
+    stages' run while the earlier ones still compute. Virtual stages share the choice of their pipeline rank.
+
+    Args:
+        pipeline_parallel_size: stages, P.
+        fraction: share of them in [0, 1]; fraction x P is rounded half up, so 0.75 of 4 is 3 and of 2 is 2.
+    """
+    # Exact decimals: 0.29 x 50 is 14.5, though not in floating point.
+    return math.floor(Fraction(str(fraction)) * pipeline_parallel_size + Fraction(1, 2))

@@ -12,9 +12,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from optimus_cc.communication.data_parallel import SelectiveStageCompression
+from optimus_cc.communication.embedding import FusedEmbeddingSync
+from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
+from optimus_cc.config.codec import IdentityConfig
 from optimus_cc.config.technique import TechniqueConfig
+
+_SC_PREFIX = "sc."
 
 
 class Attachment:
@@ -25,16 +31,21 @@ class Attachment:
         communicator: CompressedP2PCommunicator | None,
         groups: ProcessGroupCollection,
         meter: TrafficMeter,
-        restore: Callable[[], None],
+        factored: SelectiveStageCompression | None,
+        finalizer: _Finalizer,
+        restores: Sequence[Restore],
     ) -> None:
         self._communicator = communicator
         self._groups = groups
-        self._restore = restore
+        self._factored = factored
+        self._finalizer = finalizer
+        self._restores: Sequence[Restore] = restores
         self.meter = meter
 
     def forward_backward_func(self, **kwargs: Any) -> Any:
         """Megatron-core's forward-backward function with this plan's communicator bound; same arguments and result."""
         schedule = get_forward_backward_func()
+        self._finalizer.install()
         if self._communicator is None:
             return schedule(**kwargs)
         self._communicator.begin(kwargs["num_microbatches"], kwargs.get("forward_only", False))
@@ -48,19 +59,32 @@ class Attachment:
         return self.meter.take()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Error memories and warm-started queries of this rank."""
-        return self._communicator.state_dict() if self._communicator else {}
+        """Error memories, warm-started queries and the step count of this rank."""
+        state = self._communicator.state_dict() if self._communicator else {}
+        if self._factored is not None:
+            state |= {f"{_SC_PREFIX}{key}": value for key, value in self._factored.state_dict().items()}
+        return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self._communicator:
-            self._communicator.load_state_dict(state)
-        elif state:
-            raise ValueError(f"this plan keeps no state, but was given {sorted(state)}")
+        """Continue from ``state``; what it does not hold starts afresh.
+
+        Raises:
+            ValueError: it holds what this plan does not keep.
+        """
+        factored = {key.removeprefix(_SC_PREFIX): v for key, v in state.items() if key.startswith(_SC_PREFIX)}
+        rest = {key: value for key, value in state.items() if not key.startswith(_SC_PREFIX)}
+        unknown = (rest if self._communicator is None else {}) | (factored if self._factored is None else {})
+        if unknown:
+            raise ValueError(f"this plan keeps no such state, but was given {sorted(unknown)}")
+        if self._communicator is not None:
+            self._communicator.load_state_dict(rest)
+        if self._factored is not None:
+            self._factored.load_state_dict(factored)
 
     def detach(self) -> None:
         """Give the model back to Megatron-core as it was."""
-        self.meter.stop()
-        self._restore()
+        undo(self._restores)
+        self._restores = ()
 
 
 def attach(
@@ -72,6 +96,8 @@ def attach(
     split_over_tensor_parallel: bool = False,
 ) -> Attachment:
     """Install ``technique`` on a model whose process groups are those of megatron.core.parallel_state.
+
+    Every rank must call it, after ``finalize_model_grads_func`` was set in the model's configuration.
 
     Args:
         technique: what is compressed and how.
@@ -92,29 +118,89 @@ def attach(
         )
     if split_over_tensor_parallel and config.sequence_parallel:
         raise ValueError("with sequence parallelism every rank sends only its share of a message already")
-    if meter is None:
-        meter = TrafficMeter.for_megatron()
-        meter.observe()
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if stages == 2 and virtual > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+        raise ValueError(
+            "two pipeline stages with several chunks need overlap_p2p_comm=True and batch_p2p_comm=False: "
+            "otherwise Megatron-core pairs their messages wrongly, and trains on garbage"
+        )
+    if technique.cb.enabled and isinstance(technique.cb.codec, IdentityConfig):
+        raise ValueError("technique.cb is enabled with the identity codec, which compresses nothing")
+    own_meter = meter is None
+    meter = TrafficMeter.for_megatron() if meter is None else meter
     groups = _schedule_groups()
-    communicator = None
-    if stages > 1:
-        split_over = groups.tp if split_over_tensor_parallel and groups.tp.size() > 1 else None
-        communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over)
-    finalize = config.finalize_model_grads_func
+    restores: list[Restore] = [meter.stop]
+    try:
+        communicator = None
+        if stages > 1:
+            split_over = groups.tp if split_over_tensor_parallel and groups.tp.size() > 1 else None
+            communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over)
+        embedding = FusedEmbeddingSync(model, meter, groups) if technique.fe.enabled else None
+        left_out: frozenset[torch.nn.Parameter] = frozenset()
+        if embedding is not None:
+            restores.append(embedding.restore)
+            left_out = embedding.left_out
+        factored = None
+        if technique.sc.enabled:
+            excluded = embedding.parameters if embedding is not None else frozenset()
+            factored = SelectiveStageCompression(model, technique.sc, seed, excluded)
+        compressors = {} if factored is None else {id(group): reduction for group, reduction in factored.groups}
+        for group in bucket_groups(model) if left_out or compressors else ():
+            if left_out & group.params or id(group) in compressors:
+                restores.append(BucketGroupSync(group, meter, left_out, compressors.get(id(group))).restore)
+        finalizer = _Finalizer(config, meter, embedding, factored)
+        finalizer.install()
+        restores.append(finalizer.restore)
+    except BaseException:
+        undo(restores[1:])
+        raise
+    if own_meter:
+        meter.observe()
+    return Attachment(communicator, groups, meter, factored, finalizer, restores)
 
-    if finalize is not None:
+
+class _Finalizer:
+    """This plan's part in ``config.finalize_model_grads_func``, around whatever the training loop sets there."""
+
+    def __init__(
+        self,
+        config: Any,
+        meter: TrafficMeter,
+        embedding: FusedEmbeddingSync | None,
+        factored: SelectiveStageCompression | None,
+    ) -> None:
+        self._config = config
+        self._meter = meter
+        self._embedding = embedding
+        self._factored = factored
+        self._original: Callable[..., Any] | None = None
+        self._installed: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Wrap the function that is set now, unless that is this one already: a loop may set its own at any time."""
+        current = self._config.finalize_model_grads_func
+        if current is None or current is self._installed:
+            return
+        self._original, self._installed = current, self._wrap(current)
+        self._config.finalize_model_grads_func = self._installed
+
+    def restore(self) -> None:
+        """Put the loop's function back, unless the loop has set another one since."""
+        if self._installed is not None and self._config.finalize_model_grads_func is self._installed:
+            self._config.finalize_model_grads_func = self._original
+
+    def _wrap(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        inner = finalize if self._embedding is None else self._embedding.finalizer(finalize)
 
         @functools.wraps(finalize)
         def finalize_in_scope(*args: Any, **kwargs: Any) -> Any:
-            with meter.scope("other"):
-                return finalize(*args, **kwargs)
+            with self._meter.scope("other"):  # sums of LayerNorm gradients
+                result = inner(*args, **kwargs)
+            if self._factored is not None:
+                self._factored.end_step()
+            return result
 
-        config.finalize_model_grads_func = finalize_in_scope
-
-    def restore() -> None:
-        config.finalize_model_grads_func = finalize
-
-    return Attachment(communicator, groups, meter, restore)
+        return finalize_in_scope
 
 
 def _schedule_groups() -> ProcessGroupCollection:

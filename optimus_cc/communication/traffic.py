@@ -60,6 +60,7 @@ class TrafficMeter:
         self._groups = dict(groups)
         self._scope: str | None = None
         self._in_pipeline = False
+        self._declared: str | None = None
         self.counts = {name: ByteCount() for name in TRAFFIC_CLASSES}
         self.observed_p2p_bytes = 0.0
         """Point-to-point bytes of pipeline transfers that reached a process group."""
@@ -85,6 +86,10 @@ class TrafficMeter:
 
     def add(self, name: str, logical: float, wire: float) -> None:
         self.counts[name].add(logical, wire)
+
+    def classify(self, group: dist.ProcessGroup, name: str) -> None:
+        """From now on collectives on ``group`` are of class ``name``."""
+        self._groups[group.group_name] = name
 
     def take(self) -> dict[str, ByteCount]:
         """The counts since the last call; counting starts again at zero."""
@@ -122,6 +127,16 @@ class TrafficMeter:
         finally:
             self._in_pipeline = before
 
+    @contextmanager
+    def in_place_of(self, name: str, logical: float) -> Iterator[None]:
+        """Collectives of class ``name`` inside travel in place of ``logical`` bytes, and count as wire bytes only."""
+        before, self._declared = self._declared, name
+        self.add(name, logical, 0.0)
+        try:
+            yield
+        finally:
+            self._declared = before
+
     def observe(self) -> None:
         """Start counting what this process sends."""
         _Observer.add(self)
@@ -139,7 +154,7 @@ class TrafficMeter:
             name = "parameter_gather"
         if name == "tensor_parallel" and self._scope is not None:
             name = self._scope
-        self.add(name, sent, sent)
+        self.add(name, 0.0 if name == self._declared else sent, sent)
 
 
 _RING: dict[str, tuple[str, int, Callable[[int], float]]] = {

@@ -250,7 +250,8 @@ class _Composer:
             target = f"{group}@{override.package}" if override.package else group
             value = override.value()
             said = override.input_line or ""
-            placed = [choice for choice in choices if choice.partition("@")[0] == group]
+            placed = sorted(choice for choice in choices if choice.partition("@")[0] == group)
+            placed = [choice for choice in placed if choice.startswith(f"{target}.")] or placed
             if target not in choices and placed:
                 yield Problem(target, value, f"{' or '.join(placed)}, where this group stands", f"{placed[0]}={value}")
             elif override.is_delete():

@@ -34,6 +34,10 @@ class ModelConfig:
     layernorm_epsilon: PositiveFloat = 1e-5
     cb_rank: PositiveInt = 16
     """Rank that suits this size for compressed backpropagation (paper: 16)."""
+    sc_rank: PositiveInt = 128
+    """Rank that suits this size for selective stage compression (paper: 128)."""
+    sc_warmup_steps: NonNegativeInt = 30000
+    """Steps before selective stage compression starts (paper: 30 000 of 230 000)."""
 
     @property
     def ffn_width(self) -> int:

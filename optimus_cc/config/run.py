@@ -25,7 +25,7 @@ from optimus_cc.config.tokenizer import TokenizerConfig
 from optimus_cc.config.tracking import TrackingConfig
 from optimus_cc.config.training import TrainingConfig
 from optimus_cc.config.type_problems import type_problems
-from optimus_cc.exposure import Schedule
+from optimus_cc.exposure import Schedule, stages_to_compress
 from optimus_cc.wire_size import wire_nbytes
 
 _UNSCIENTIFIC = {
@@ -114,12 +114,20 @@ class RunConfig:
             group: {key: value for key, value in mapping[group].items() if key not in _UNSCIENTIFIC.get(group, ())}
             for group in ("model", "parallel", "technique", "data", "tokenizer", "optimizer", "training")
         }
-        science["technique"]["cb"].pop("default_rank")
-        science["model"].pop("cb_rank")
+        technique = science["technique"]
+        for key in ("cb_rank", "sc_rank", "sc_warmup_steps"):
+            science["model"].pop(key)
+        for name in ("cb", "sc"):
+            technique[name].pop("default_rank")
+        # A node that is off computes nothing, whatever else it says. Those that came later leave no trace when they are
+        # off, so that runs from before they existed keep their ids.
         if not self.technique.cb.enabled:
-            science["technique"]["cb"] = {"enabled": False}
+            technique["cb"] = {"enabled": False}
         elif not self.technique.cb.lazy_error_propagation:
-            science["technique"]["cb"].pop("residual")  # there is none
+            technique["cb"].pop("residual")  # there is none
+        for name in ("fe", "sc"):
+            if not technique[name]["enabled"]:
+                del technique[name]
         if isinstance(self.data, JsonLinesConfig):
             science["data"]["files"] = [fingerprint(path) for path in self.data.paths]
             science["data"]["weights"] = self.data.weights
@@ -137,6 +145,20 @@ class RunConfig:
 
     def notices(self) -> list[str]:
         """Things that are allowed but that the person who composed this should know before it starts."""
+        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices()]
+
+    def _fe_notices(self) -> Iterator[str]:
+        if self.technique.fe.enabled and self.parallel.data_parallel_size == 1:
+            yield (
+                "technique.fe.enabled: with one data-parallel rank the embedding has a single all-reduce already, so "
+                "nothing is saved."
+            )
+
+    def _sc_notices(self) -> Iterator[str]:
+        if self.technique.sc.enabled and self.technique.sc.fraction == 0:
+            yield "technique.sc.fraction=0: no stage compresses its gradients, so nothing is saved."
+
+    def _cb_notices(self) -> list[str]:
         cb = self.technique.cb
         lines: list[str] = []
         if not cb.enabled:
@@ -245,6 +267,77 @@ class RunConfig:
         yield from self._technique_problems()
 
     def _technique_problems(self) -> Iterator[Problem]:
+        yield from self._cb_problems()
+        yield from self._fe_problems()
+        yield from self._sc_problems()
+
+    def _fe_problems(self) -> Iterator[Problem]:
+        if not self.technique.fe.enabled:
+            return
+        if self.parallel.pipeline_parallel_size == 1:
+            yield Problem(
+                "technique.fe.enabled",
+                True,
+                "parallel.pipeline_parallel_size above 1: one stage holds one copy of the embedding, nothing to fuse",
+                "parallel=pp4_dp2, or technique.fe.enabled=false",
+            )
+        if not self.model.tied_embeddings:
+            yield Problem(
+                "technique.fe.enabled",
+                True,
+                "model.tied_embeddings = true: untied, the first and the last stage share no gradient",
+                "model.tied_embeddings=true, or technique.fe.enabled=false",
+            )
+
+    def _sc_problems(self) -> Iterator[Problem]:
+        sc, parallel = self.technique.sc, self.parallel
+        if not sc.enabled:
+            return
+        if not isinstance(sc.codec, LowRankConfig):
+            yield Problem(
+                "technique.sc.codec",
+                sc.codec.name,
+                "low_rank, while technique.sc.enabled is true",
+                "codec@technique.sc.codec=low_rank, or technique.sc.enabled=false",
+            )
+            return
+        if parallel.data_parallel_size == 1:
+            yield Problem(
+                "technique.sc.enabled",
+                True,
+                "parallel.data_parallel_size above 1: with one rank no gradient is reduced",
+                "parallel=pp4_dp2, or technique.sc.enabled=false",
+            )
+        stages = parallel.pipeline_parallel_size
+        if sc.fraction > 0 and stages_to_compress(stages, sc.fraction) == 0:
+            yield Problem(
+                "technique.sc.fraction",
+                sc.fraction,
+                f"at least {0.5 / stages:.4g}, half of one of the {stages} stages (or 0, to compress on none)",
+                f"technique.sc.fraction={1 / stages:.4g}",
+            )
+        if sc.warmup_steps >= self.training.steps:
+            yield Problem(
+                "technique.sc.warmup_steps",
+                sc.warmup_steps,
+                f"below training.steps = {self.training.steps}: compression would never start",
+                f"technique.sc.warmup_steps={self.training.steps // 10}",
+            )
+        if not any(sc.compresses(*shape) for shape in self._layer_matrices()):
+            yield Problem(
+                "technique.sc.codec.rank",
+                sc.codec.rank,
+                f"a rank at which two factors have at most 1/{sc.min_compression_ratio:g} of the elements of some "
+                f"matrix of a layer (technique.sc.min_compression_ratio)",
+                f"technique.sc.codec.rank={max(1, self.model.hidden_size // 16)}",
+            )
+
+    def _layer_matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
+        h, f, tp = self.model.hidden_size, self.model.ffn_width, self.parallel.tensor_parallel_size
+        return [(3 * h // tp, h), (h, h // tp), (f // tp, h), (h, f // tp)]
+
+    def _cb_problems(self) -> Iterator[Problem]:
         cb = self.technique.cb
         if not cb.enabled:
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
-from optimus_cc.config.schema import Name, PositiveInt, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, PositiveFloat, PositiveInt, strict
 
 
 @strict
@@ -34,18 +36,57 @@ class CompressedBackpropagationConfig:
 
 
 @strict
+class FusedEmbeddingConfig:
+    """FE: the tied embedding's two all-reduces become one (Optimus-CC)."""
+
+    enabled: bool = False
+
+
+@strict
+class SelectiveStageCompressionConfig:
+    """SC: data-parallel gradients travel as low-rank factors on the stages that finish last (Optimus-CC)."""
+
+    enabled: bool = False
+    fraction: Annotated[float, Field(ge=0, le=1)] = 0.75
+    """Share of the pipeline stages, earliest first, rounded half up: 0.75 of 4 is 3, of 2 is 2."""
+    codec: CodecConfig = IdentityConfig()
+    default_rank: PositiveInt | None = None
+    """What ``codec.rank`` is when nothing else is said; filled in from the model."""
+    min_compression_ratio: PositiveFloat = 2.0
+    """A matrix is compressed only if it has at least this many times the elements of its two factors."""
+    error_feedback: bool = True
+    """What compression leaves out of one step's gradient is added to the next one's."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start in which nothing is compressed."""
+
+    def compresses(self, rows: int, columns: int) -> bool:
+        """Whether the gradient of a matrix is large enough beside its two factors. A vector's never is."""
+        if not isinstance(self.codec, LowRankConfig) or min(rows, columns) < 2:
+            return False
+        rank = min(self.codec.rank, rows, columns)
+        return rows * columns >= self.min_compression_ratio * rank * (rows + columns)
+
+
+@strict
 class TechniqueConfig:
     """One composition of techniques."""
 
     name: Name = "baseline"
     cb: CompressedBackpropagationConfig = CompressedBackpropagationConfig()
+    fe: FusedEmbeddingConfig = FusedEmbeddingConfig()
+    sc: SelectiveStageCompressionConfig = SelectiveStageCompressionConfig()
 
     @property
     def label(self) -> str:
         """Readable name of what is switched on and how it differs from the paper's choice."""
-        if not self.cb.enabled:
-            return "baseline"
+        parts = [*self._cb_label, *(["fe"] if self.fe.enabled else []), *self._sc_label]
+        return "_".join(parts) or "baseline"
+
+    @property
+    def _cb_label(self) -> list[str]:
         cb = self.cb
+        if not cb.enabled:
+            return []
         parts = ["cb", *_codec_label(cb.codec)]
         if not cb.epilogue_only and not cb.lazy_error_propagation:
             parts.append("naive")
@@ -57,7 +98,20 @@ class TechniqueConfig:
             parts.append("forward")
         if cb.lazy_error_propagation and cb.residual != "reset":
             parts.append(cb.residual)
-        return "_".join(parts)
+        return parts
+
+    @property
+    def _sc_label(self) -> list[str]:
+        sc = self.sc
+        if not sc.enabled:
+            return []
+        if sc.fraction == 1 and not (self.cb.enabled or self.fe.enabled or sc.warmup_steps):
+            parts = ["naive_dp"]
+        else:
+            parts = ["sc"] if sc.fraction == 0.75 else ["sc", f"{sc.fraction:.4g}"]
+        if not sc.error_feedback:
+            parts.append("no_error_feedback")
+        return parts
 
 
 def _codec_label(codec: CodecConfig) -> list[str]:

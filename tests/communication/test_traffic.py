@@ -122,6 +122,14 @@ def _collectives() -> list[tuple[str, float, float]]:
         count(
             "out of scope's reach", "data_parallel", 2 * share * small.nbytes, lambda: dist.all_reduce(small, group=dp)
         )
+    meter.take()
+    with meter.in_place_of("data_parallel", 1000.0):
+        dist.all_reduce(small, group=dp)
+        dist.all_reduce(small, group=tp)
+    taken = meter.take()
+    sent = 2 * share * small.nbytes
+    assert (taken["data_parallel"].logical_bytes, taken["data_parallel"].wire_bytes) == (1000.0, sent)
+    assert (taken["tensor_parallel"].logical_bytes, taken["tensor_parallel"].wire_bytes) == (sent, sent)
     count("barrier", "other", 0.0, lambda: dist.barrier(group=tp))
     meter.stop()
     return results

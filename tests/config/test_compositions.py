@@ -105,6 +105,46 @@ def test_the_baseline_ablation() -> None:
     assert config.technique.cb.codec.name == "identity"
 
 
+@pytest.mark.parametrize(
+    ("name", "cb", "fe", "sc"),
+    [
+        ("baseline", False, False, False),
+        ("cb", True, False, False),
+        ("fe", False, True, False),
+        ("sc", False, False, True),
+        ("naive_dp", False, False, True),
+        ("cb_fe", True, True, False),
+        ("cb_fe_sc", True, True, True),
+    ],
+)
+def test_techniques(name: str, cb: bool, fe: bool, sc: bool) -> None:
+    technique = one(f"technique={name} parallel=tp2_pp2_dp2").technique
+    assert technique.name == technique.label == name
+    assert (technique.cb.enabled, technique.fe.enabled, technique.sc.enabled) == (cb, fe, sc)
+    for node, enabled in ((technique.cb, cb), (technique.sc, sc)):
+        assert (node.codec.name == "low_rank") == enabled
+    if sc:
+        naive = name == "naive_dp"
+        assert (technique.sc.fraction, technique.sc.warmup_steps) == ((1.0, 0) if naive else (0.75, 20))
+    papers = mapping(f"model=gpt_8_3b technique=cb_fe_sc parallel=tp8_pp4_dp4 optimizer=paper {ALL_RANKS}")["technique"]
+    assert (papers["sc"]["codec"]["rank"], papers["sc"]["warmup_steps"]) == (128, 30000)
+
+
+def test_every_technique_is_tested_here() -> None:
+    assert options("technique") == sorted(["baseline", "cb", "fe", "sc", "naive_dp", "cb_fe", "cb_fe_sc"])
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("technique=cb_fe", "nothing is saved"),
+        ("technique=sc technique.sc.fraction=0 parallel=pp4_dp2", "no stage compresses"),
+    ],
+)
+def test_what_saves_nothing_but_does_no_harm_is_said(line: str, notice: str) -> None:
+    assert any(notice in said for said in one(line).notices())
+
+
 def test_every_ablation_is_tested_here() -> None:
     differences = ["forward", "naive", "no_epilogue", "no_lazy_error", *OTHER_ABLATIONS]
     assert options("ablation") == ["baseline", "cb", *sorted(f"cb_{name}" for name in differences)]
@@ -190,6 +230,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "tokenizer=huggingface": f"tokenizer.path={tmp_path}",
         "cluster=a100_hdr200": "cluster.num_nodes=1",
         "technique=baseline": "parallel=single",
+        **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
     }
     for option in options(group):

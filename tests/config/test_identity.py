@@ -21,7 +21,10 @@ NOT_COMPUTED = {
     "force",
     "technique.name",
     "technique.cb.default_rank",
+    "technique.sc.default_rank",
     "model.cb_rank",
+    "model.sc_rank",
+    "model.sc_warmup_steps",
     "data.cache_dir",
     "training.log_interval",
     "training.device",
@@ -71,7 +74,7 @@ def others(value: Any, hint: Any) -> list[Any]:
 
 
 def test_every_scientific_key_and_no_other_changes_it() -> None:
-    config = one()
+    config = one("technique=cb_fe_sc parallel=pp4_dp2")
     seen: dict[str, bool] = {key: changed.run_id != config.run_id for key, changed in changed_once(config)}
     assert len(seen) > 60
     assert seen == {key: key not in NOT_COMPUTED and not key.startswith(GROUPS_NOT_COMPUTED) for key in seen}
@@ -85,6 +88,8 @@ def test_every_scientific_key_and_no_other_changes_it() -> None:
         ("+ablation=baseline", "technique=baseline"),
         ("+ablation=cb_no_epilogue", "technique.cb.epilogue_only=false"),
         ("technique=baseline", "technique=baseline technique.cb.residual=carry"),
+        ("technique=baseline", "technique=baseline technique.sc.fraction=0.5 model.sc_warmup_steps=3"),
+        ("technique=cb_fe parallel=pp4_dp2", "technique=cb parallel=pp4_dp2 technique.fe.enabled=true"),
         ("", "tracking=wandb runs_dir=/elsewhere launcher.threads_per_rank=2 force=true cluster.ranks_per_node=4"),
         ("", "technique.cb.codec.rank='${model.cb_rank}'"),
     ],
@@ -96,6 +101,16 @@ def test_the_same_computation_is_the_same_run(line: str, same: str) -> None:
 def test_other_codec_and_technique_are_other_runs() -> None:
     ids = {one(line).run_id for line in ("", "technique=baseline", "technique.cb.codec.rank=8", "+ablation=cb_naive")}
     assert len(ids) == 4
+    techniques = ("baseline", "cb", "fe", "sc", "cb_fe", "cb_fe_sc", "naive_dp")
+    labels = {one(f"technique={name} parallel=pp4_dp2").technique.label for name in techniques}
+    assert labels == set(techniques)
+
+
+def test_what_came_later_and_is_off_leaves_no_trace() -> None:
+    """Runs from before fused embeddings and stage compression existed keep their ids."""
+    science = one("technique=cb").scientific()
+    assert science["technique"].keys() == {"cb"}
+    assert not any(key.startswith("sc_") for key in science["model"])
 
 
 def with_corpus(path: Path, extra: str = "") -> RunConfig:

@@ -122,6 +122,23 @@ WRONG: list[tuple[str, str, str]] = [
     ("parallel=single", "technique.cb.enabled", "technique=baseline"),
     ("codec@technique.cb.codec=identity", "technique.cb.codec", "a codec that compresses"),
     ("parallel=pp2 technique.cb.residual=flush", "technique.cb.residual", "technique.cb.residual=reset"),
+    ("technique=fe parallel=dp2", "technique.fe.enabled", "pipeline_parallel_size above 1"),
+    ("technique=fe model.tied_embeddings=false", "technique.fe.enabled", "tied_embeddings = true"),
+    ("technique=sc", "technique.sc.enabled", "data_parallel_size above 1"),
+    (
+        "technique=sc parallel=pp4_dp2 codec@technique.sc.codec=identity",
+        "technique.sc.codec",
+        "codec@technique.sc.codec=low_rank",
+    ),
+    ("technique=sc parallel=pp4_dp2 technique.sc.fraction=0.1", "technique.sc.fraction", "technique.sc.fraction=0.25"),
+    ("technique=sc parallel=pp4_dp2 technique.sc.fraction=1.5", "technique.sc.fraction", "1"),
+    ("technique=sc parallel=pp4_dp2 training.steps=20", "technique.sc.warmup_steps", "below training.steps = 20"),
+    (
+        "technique=sc parallel=pp4_dp2 technique.sc.codec.rank=128",
+        "technique.sc.codec.rank",
+        "technique.sc.codec.rank=8",
+    ),
+    ("+ablation=baseline technique.fe.enabled=true", "technique.fe.enabled", "false, which ablation=baseline is about"),
     ("technique=baseline +ablation=cb_no_epilogue", "technique", "cb, which ablation=cb_no_epilogue is about"),
     (
         "technique=cb_topk technique.cb.codec.density=0.05",
