@@ -58,6 +58,7 @@ def stages(config: RunConfig) -> list[StageExposure]:
     """Every virtual stage of ``config``, in the order in which a sample passes them."""
     parallel = config.parallel
     size, last_stage = parallel.pipeline_parallel_size, parallel.num_virtual_stages - 1
+    replicas = parallel.data_parallel_size
     backward: dict[int, list[Message]] = {}
     forward: dict[int, list[Message]] = {}
     for rank in range(size):
@@ -73,14 +74,20 @@ def stages(config: RunConfig) -> list[StageExposure]:
         shared = config.model.tied_embeddings and size > 1 and stage in (0, last_stage)
         reductions = 1 if parallel.distributed_optimizer else 2
         weights = parameters.total * config.message_itemsize
-        ring = (parallel.data_parallel_size - 1) / parallel.data_parallel_size
+        ring = (replicas - 1) / replicas
+        copy = parameters.word_embedding * _GRADIENT_BYTES if shared else 0
+        embedding = float(copy)
+        if config.technique.fe.enabled:
+            # One ring over 2 D ranks, without the embedding in the reduction; or only the rank's own shard after that.
+            embedding *= 1 / replicas if parallel.distributed_optimizer else (2 * replicas - 1) / replicas
+            gradients -= 0 if parallel.distributed_optimizer else copy
         result.append(
             StageExposure(
                 virtual_stage=stage,
                 pipeline_rank=stage % size,
                 parameters=parameters.total,
                 data_parallel_bytes=reductions * ring * gradients,
-                embedding_bytes=float(parameters.word_embedding * _GRADIENT_BYTES) if shared else 0.0,
+                embedding_bytes=embedding,
                 parameter_gather_bytes=ring * weights if parallel.distributed_optimizer else 0.0,
                 **_messages(config, backward.get(stage, []), forward.get(stage, [])),
             )
@@ -192,6 +199,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
         )
         yield from config.notices()
         yield from _lonely_boundaries(config)
+    if config.technique.sc.enabled:
+        yield "technique.sc is not worked out here: data_parallel is what would be sent without it."
     yield from _limits(config)
     if everything and not parallel.distributed_optimizer:
         backward = classes["pipeline_backward"]["logical_bytes"]
@@ -256,8 +265,9 @@ def _limits(config: RunConfig) -> Iterator[str]:
         )
     elif stages > 1:
         two_steps, fused = (3 * replicas - 2) / replicas, (2 * replicas - 1) / replicas
+        sends = "sends" if config.technique.fe.enabled else "would send"
         yield (
-            f"Fused embedding synchronisation would send {fused:.4g} times the embedding's gradient per rank in place "
+            f"Fused embedding synchronisation {sends} {fused:.4g} times the embedding's gradient per rank in place "
             f"of {two_steps:.4g} times: {_share(two_steps - fused, two_steps)} less, "
             f"or {two_steps / fused:.3f} times as fast."
         )

@@ -32,6 +32,7 @@ TECHNIQUES: dict[str, dict[str, Any] | None] = {
     "forward": low_rank(compress_forward=True, residual="carry"),
     "cold, bf16 wire": low_rank(warm_start=False, wire_dtype="bf16", residual="carry"),
     "top-k": TOP_K,
+    "fe": {"name": "fe", "fe": {"enabled": True}},
 }
 
 

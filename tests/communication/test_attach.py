@@ -12,6 +12,8 @@ from tests.configurations import SEQUENCE, VOCABULARY, low_rank, tiny
 from tests.ranks import RankPool
 from tests.training_runs import backend_in_world, random_tokens
 
+QUERY = ("codec.draws", "codec.query")
+
 
 def _trainer(config: RunConfig) -> Any:
     from optimus_cc.training import loop
@@ -66,24 +68,82 @@ def test_detach_gives_back_megatrons_behaviour(ranks: RankPool) -> None:
     assert 0 < wire < logical
 
 
-def _state_round_trip(config: RunConfig) -> bool:
-    """Two trainers that share state continue alike; one that lacks it does not, where there is state."""
+def _continued(config: RunConfig) -> tuple[list[str], list[float], list[float], list[float]]:
+    """Names of the state, and losses of a training that goes on: undisturbed, from its state, and without it."""
+    import copy
+
+    def losses(state: dict[str, torch.Tensor] | None) -> list[float]:
+        trainer.attachment.load_state_dict({} if state is None else state)
+        for chunk, weights in zip(trainer.model, before, strict=True):
+            chunk.load_state_dict(weights)
+        trainer.optimizer.reload_model_params()
+        batches = trainer.batches_for_chunks(random_tokens(config), 2)
+        return [float(trainer.mean_loss(trainer.train_step(batches)[0])) for _ in range(3)]
+
     trainer = _trainer(config)
     batches = trainer.batches_for_chunks(random_tokens(config), 0)
     for _ in range(2):
         trainer.train_step(batches)
+    before = [copy.deepcopy(chunk.state_dict()) for chunk in trainer.model]
     state = {key: value.clone() for key, value in trainer.attachment.state_dict().items()}
-    trainer.attachment.load_state_dict({})
-    emptied = trainer.attachment.state_dict()
-    trainer.attachment.load_state_dict(state)
-    loaded = trainer.attachment.state_dict()
-    assert not emptied
-    return loaded.keys() == state.keys() and all(torch.equal(loaded[key], state[key]) for key in state)
+    return sorted(state), losses(state), losses(state), losses(None)
 
 
 @pytest.mark.megatron
-def test_state_is_named_by_boundary_and_comes_back(ranks: RankPool) -> None:
-    assert all(ranks.run(4, _state_round_trip, tiny("pp4_v2", low_rank(residual="carry"))))
+def test_state_is_named_by_boundary_and_decides_how_training_goes_on(ranks: RankPool) -> None:
+    technique = low_rank(residual="carry", epilogue_only=False)
+    stateless = {
+        "name": "sgd",
+        "learning_rate": 1.0,
+        "momentum": 0.0,
+        "decay_style": "constant",
+        "warmup_fraction": 0.0,
+    }
+    config = tiny("pp4_v2", technique, optimizer=stateless, steps=20)
+    results = ranks.run(4, _continued, config)
+    names = {name for result in results for name in result[0]}
+    assert names == {f"backward.{boundary}.{part}" for boundary in range(7) for part in ("memory", *QUERY)}
+    for _, first, second, without in results:
+        assert first == second
+        assert first[0] == without[0], "the first loss is computed before anything of it has had an effect"
+        assert first[1:] != without[1:]
+
+
+def _loop_sets_its_own_finalizer(config: RunConfig) -> bool:
+    """Megatron-LM's training loop sets finalize_model_grads_func after the model was built, and so after attach()."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    trainer = _trainer(config)
+    model_config = get_model_config(trainer.model[0])
+    calls = []
+
+    def own(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        finalize_model_grads(*args, **kwargs)
+
+    model_config.finalize_model_grads_func = own
+    trainer.train_step(trainer.batches_for_chunks(random_tokens(config), 0))
+    embedding = [
+        parameter.main_grad.clone()
+        for chunk in trainer.model
+        for name, parameter in chunk.named_parameters()
+        if "word_embeddings" in name or "output_layer.weight" in name
+    ]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, embedding)
+    copies = [one for some in gathered for one in some]
+    same = len(copies) == 4 and all(torch.equal(one, copies[0]) for one in copies)
+    trainer.attachment.detach()
+    return calls == [1] and same and model_config.finalize_model_grads_func is own
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("fused", [False, True])
+def test_loop_may_set_its_finalizer_after_attach(ranks: RankPool, fused: bool) -> None:
+    technique = {**low_rank(), "fe": {"enabled": fused}}
+    layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+    assert all(ranks.run(4, _loop_sets_its_own_finalizer, tiny(layout, technique)))
 
 
 def _attach_on_one_stage(config: RunConfig) -> str:
