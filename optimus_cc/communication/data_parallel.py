@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config
 from optimus_cc.communication.gradient_sync import (
     bucket_groups,
     collective_group,
+    extent,
     gradient_scale,
     parameter_names,
 )
@@ -135,7 +136,7 @@ class FactoredReduction:
         shapes: dict[tuple[int, int, torch.dtype, float], dict[str, torch.Tensor]] = {}
         for name, parameter in chosen.items():
             bucket = group.param_to_bucket[parameter]
-            start, end = bucket.param_to_index[parameter]
+            start, end = extent(parameter, bucket)
             rows, columns = matrix_shape(parameter)
             # What Megatron leaves is a multiple of the mean: the mean itself, or the sum.
             scale = round(gradient_scale(bucket, group) * self._ranks.size(), 12)

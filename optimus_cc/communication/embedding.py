@@ -27,6 +27,7 @@ from optimus_cc.communication.gradient_sync import (
     Restore,
     bucket_groups,
     collective_group,
+    extent,
     gradient_scale,
     replace,
     undo,
@@ -230,6 +231,6 @@ def _owned(weight: torch.nn.Parameter, group: Any) -> tuple[int, int]:
     bucket = group.param_to_bucket[weight]
     ranks = collective_group(group)
     length = bucket.grad_data.numel() // ranks.size()
-    first, last = bucket.param_to_index[weight]
+    first, last = extent(weight, bucket)
     start, end = max(first, ranks.rank() * length), min(last, (ranks.rank() + 1) * length)
     return (start - first, end - first) if end > start else (0, 0)

@@ -129,7 +129,7 @@ class BucketGroupSync:
         total: int = sum(bucket.grad_data.nbytes for bucket in self._group.buckets)
         for bucket in self._group.buckets:
             for parameter in self._left_out & bucket.params:
-                start, end = bucket.param_to_index[parameter]
+                start, end = extent(parameter, bucket)
                 total -= (end - start) * bucket.grad_data.element_size()
         return total * (size - 1) / size * (1 if scatter else 2)
 
@@ -178,6 +178,13 @@ def collective_group(group: Any) -> dist.ProcessGroup:
     return ranks
 
 
+def extent(parameter: Any, bucket: Any) -> tuple[int, int]:
+    """First and one past the last element of a parameter's gradient in its bucket."""
+    # Not param_to_index: megatron-core 0.16 forgets there how the distributed optimizer pads parameters.
+    start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+    return start, start + parameter.main_grad.numel()
+
+
 def gradient_scale(bucket: Any, group: Any) -> float:
     """What a local gradient is multiplied by so that the sum over data-parallel ranks is what Megatron leaves."""
     scale: float = bucket.gradient_scaling_factor
@@ -223,7 +230,7 @@ def undo(restores: Sequence[Restore]) -> None:
 
 def _without(bucket: Any, special: Collection[torch.nn.Parameter]) -> Iterator[Any]:
     """Stand-ins for ``bucket`` that cover all but the gradients of ``special``, in as few slices as there can be."""
-    taken = sorted(bucket.param_to_index[parameter] for parameter in bucket.params & set(special))
+    taken = sorted(extent(parameter, bucket) for parameter in bucket.params & set(special))
     position = 0
     for start, end in [*taken, (bucket.grad_data.numel(), 0)]:
         if start > position:

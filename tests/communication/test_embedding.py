@@ -75,7 +75,9 @@ def _both_ways(config: RunConfig, num_tokens: int | None = None) -> dict[str, An
             for group in chunk.bucket_groups:
                 if parameter in group.param_to_bucket:
                     bucket = group.param_to_bucket[parameter]
-                    start, end = bucket.param_to_index[parameter]
+                    # Not bucket.param_to_index, which megatron-core 0.16 fills without the padding between parameters.
+                    start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                    end = start + gradient.numel()
                     size = group.intra_distributed_optimizer_instance_size
                     length = bucket.grad_data.numel() // size
                     mine = group.intra_distributed_optimizer_instance_rank * length
