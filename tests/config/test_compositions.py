@@ -131,7 +131,10 @@ def test_techniques(name: str, cb: bool, fe: bool, sc: bool) -> None:
 
 
 def test_every_technique_is_tested_here() -> None:
-    assert options("technique") == sorted(["baseline", "cb", "fe", "sc", "naive_dp", "cb_fe", "cb_fe_sc"])
+    here = ["baseline", "cb", "fe", "sc", "naive_dp", "cb_fe", "cb_fe_sc"]
+    # cb_topk is an ablation's technique too: test_ablations.
+    assert options("technique") == sorted([*here, "cb_topk"])
+    assert one("technique=cb_topk parallel=tp2_pp2_dp2").technique.cb.codec.name == "top_k"
 
 
 @pytest.mark.parametrize(
