@@ -12,7 +12,6 @@ not compressed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -30,12 +29,13 @@ from optimus_cc.communication.gradient_sync import (
     gradient_scale,
     parameter_names,
 )
+from optimus_cc.compression.codec import wire_dtype
+from optimus_cc.compression.low_rank import private_generator, warm_query
 from optimus_cc.config.codec import LowRankConfig
 from optimus_cc.config.technique import SelectiveStageCompressionConfig
 from optimus_cc.exposure import stages_to_compress
 
 _LOGGER = logging.getLogger(__name__)
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 State = dict[str, torch.Tensor]
 
 
@@ -146,7 +146,7 @@ class FactoredReduction:
         self._batches = [
             _Batch(gradients, key[3], codec, feedback, seed) for key, gradients in sorted(shapes.items(), key=str)
         ]
-        self._wire_dtype = _WIRE_DTYPES.get(codec.wire_dtype, next(iter(shapes))[2])
+        self._wire_dtype = wire_dtype(codec.wire_dtype, next(iter(shapes))[2])
         self._flat: torch.Tensor | None = None
         self._handle: Any = None
 
@@ -275,7 +275,7 @@ class _Batch:
         return torch.stack(self._gradients).float() if self._memory is None else self._memory
 
     def _next_query(self, step: int) -> torch.Tensor:
-        """k x m x r. A warm start is scaled to unit columns; columns that vanished start afresh."""
+        """k x m x r."""
         if not self._warm_start:
             return self._random(step)
         if self._first is None:
@@ -283,18 +283,14 @@ class _Batch:
         rank, columns = self.right_shape[2], self.right_shape[1]
         if self._query is None or rank == columns:
             return self._first  # at full rank every orthonormal query sees all of the matrix
-        norms = torch.linalg.vector_norm(self._query, dim=1, keepdim=True)
-        usable = norms > torch.finfo(norms.dtype).tiny
-        return torch.where(usable, self._query / norms.where(usable, 1.0), self._first)
+        return warm_query(self._query, self._first)
 
     def _random(self, step: int) -> torch.Tensor:
         """Orthonormal queries of the private generators of (seed, parameter, step): the same on every rank."""
         device = self._gradients[0].device
         queries = []
         for name in self._names:
-            digest = hashlib.sha256(repr((self._seed, "sc", name, step)).encode()).digest()
-            generator = torch.Generator(device=device)
-            generator.manual_seed(int.from_bytes(digest[:7], "big"))
+            generator = private_generator((self._seed, "sc", name, step), device)
             queries.append(torch.randn(self.right_shape[1:], generator=generator, device=device))
         orthonormal: torch.Tensor = torch.linalg.qr(torch.stack(queries))[0]
         return orthonormal

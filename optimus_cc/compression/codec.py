@@ -18,6 +18,11 @@ import torch
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 
 
+def wire_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype:
+    """The type that a codec's ``wire_dtype`` stands for; ``input``: that of what is encoded."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name, input_dtype)
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor inside a payload."""

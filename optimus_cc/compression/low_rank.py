@@ -14,18 +14,33 @@ from typing import Literal
 
 import torch
 
-from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, wire_dtype
 from optimus_cc.wire_size import matrix_shape
 
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+def private_generator(key: Sequence[int | str], device: torch.device, index: int = 0) -> torch.Generator:
+    """The ``index``-th generator of what ``key`` names: the same in every run and on every rank, and nobody else's."""
+    digest = hashlib.sha256(repr(tuple(key)).encode()).digest()
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int.from_bytes(digest[:7], "big") + index)
+    return generator
+
+
+def warm_query(previous: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """A query from the factor before: scaled to unit columns; columns that vanished start afresh, from ``first``.
+
+    Both are [..., columns, rank].
+    """
+    norms = torch.linalg.vector_norm(previous, dim=-2, keepdim=True)
+    usable = norms > torch.finfo(norms.dtype).tiny
+    return torch.where(usable, previous / norms.where(usable, 1.0), first)
 
 
 class LowRankState:
     """The query of one origin, and the private generator that draws it."""
 
     def __init__(self, seed_key: Sequence[int | str]) -> None:
-        digest = hashlib.sha256(repr(tuple(seed_key)).encode()).digest()
-        self._seed = int.from_bytes(digest[:7], "big")
+        self._key = tuple(seed_key)
         self._first: torch.Tensor | None = None
         self.draws = 0
         self.query: torch.Tensor | None = None
@@ -54,8 +69,7 @@ class LowRankState:
         self.query = None if query is None else query.clone()
 
     def _orthonormal(self, index: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        generator = torch.Generator(device=device)
-        generator.manual_seed(self._seed + index)
+        generator = private_generator(self._key, device, index)
         # A square Gaussian matrix can be badly conditioned, and what M Q loses no second factor brings back.
         query: torch.Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, device=device))[0]
         return query
@@ -85,8 +99,8 @@ class LowRank:
     def wire_format(self, shape: Sequence[int], dtype: torch.dtype) -> WireFormat:
         rows, columns = matrix_shape(shape)
         rank = min(self.rank, rows, columns)
-        wire_dtype = _WIRE_DTYPES.get(self.wire_dtype, dtype)
-        factors = (Part("left", (rows, rank), wire_dtype), Part("right", (columns, rank), wire_dtype))
+        sent = wire_dtype(self.wire_dtype, dtype)
+        factors = (Part("left", (rows, rank), sent), Part("right", (columns, rank), sent))
         return WireFormat(tuple(shape), dtype, factors, summable=False)
 
     def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
@@ -121,16 +135,14 @@ class LowRank:
         return (left.float() @ right.float().t()).to(payload.wire.dtype).view(payload.wire.shape)
 
     def _query(self, state: LowRankState, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """columns x rank. A warm start is scaled to unit columns; columns that vanished start afresh."""
+        """columns x rank."""
         shape = (matrix.shape[1], rank)
         if not self.warm_start:
             return state.draw(shape, matrix.device)
         first = state.first(shape, matrix.device)
         if rank == shape[0] or state.query is None or state.query.shape != shape:
             return first  # at full rank every orthonormal query sees all of the matrix: nothing to warm up
-        norms = torch.linalg.vector_norm(state.query.to(matrix.device), dim=0)
-        usable = norms > torch.finfo(norms.dtype).tiny
-        return torch.where(usable, state.query.to(matrix.device) / norms.where(usable, 1.0), first)
+        return warm_query(state.query.to(matrix.device), first)
 
 
 def _balance(factor: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,9 @@ from typing import Literal
 
 import torch
 
-from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, wire_dtype
 from optimus_cc.wire_size import Blocks, top_k_blocks, top_k_entries
 
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _INDEX_OFFSET = 2**15
 """Indices 0 to 65,535 travel as int16, which every backend and operation knows, less this."""
 
@@ -50,10 +49,10 @@ class TopK:
         return None
 
     def wire_format(self, shape: Sequence[int], dtype: torch.dtype) -> WireFormat:
-        wire_dtype = _WIRE_DTYPES.get(self.wire_dtype, dtype)
-        entries = top_k_entries(shape, wire_dtype.itemsize, density=self.density, match_rank=self.match_rank)
+        sent = wire_dtype(self.wire_dtype, dtype)
+        entries = top_k_entries(shape, sent.itemsize, density=self.density, match_rank=self.match_rank)
         # Values first: they are the wider type, and both parts stay aligned.
-        parts = (Part("values", (entries,), wire_dtype), Part("indices", (entries,), torch.int16))
+        parts = (Part("values", (entries,), sent), Part("indices", (entries,), torch.int16))
         return WireFormat(tuple(shape), dtype, parts, summable=False)
 
     def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
