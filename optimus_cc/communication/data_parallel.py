@@ -34,6 +34,7 @@ from optimus_cc.compression.low_rank import private_generator, warm_query
 from optimus_cc.config.codec import LowRankConfig
 from optimus_cc.config.technique import SelectiveStageCompressionConfig
 from optimus_cc.exposure import stages_to_compress
+from optimus_cc.wire_size import weight_matrix
 
 _LOGGER = logging.getLogger(__name__)
 State = dict[str, torch.Tensor]
@@ -86,7 +87,7 @@ class SelectiveStageCompression:
                 for parameter in bucket.params_list
                 if parameter not in left_out
                 and "position_embeddings" not in names[parameter]
-                and technique.compresses(*matrix_shape(parameter))
+                and technique.compresses(*weight_matrix(parameter.shape))
             }
             if chosen:
                 self.groups.append((group, FactoredReduction(self, group, chosen, technique.codec, seed)))
@@ -137,7 +138,7 @@ class FactoredReduction:
         for name, parameter in chosen.items():
             bucket = group.param_to_bucket[parameter]
             start, end = extent(parameter, bucket)
-            rows, columns = matrix_shape(parameter)
+            rows, columns = weight_matrix(parameter.shape)
             # What Megatron leaves is a multiple of the mean: the mean itself, or the sum.
             scale = round(gradient_scale(bucket, group) * self._ranks.size(), 12)
             key = (rows, columns, bucket.grad_data.dtype, scale)
@@ -294,10 +295,3 @@ class _Batch:
             queries.append(torch.randn(self.right_shape[1:], generator=generator, device=device))
         orthonormal: torch.Tensor = torch.linalg.qr(torch.stack(queries))[0]
         return orthonormal
-
-
-def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns) of a weight seen as a matrix; of a vector (1, its length), which no rank makes smaller."""
-    if parameter.dim() < 2:
-        return 1, parameter.numel()
-    return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
