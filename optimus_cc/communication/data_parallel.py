@@ -45,13 +45,13 @@ class SelectiveStageCompression:
 
     Args:
         model: the chunks of this rank.
-        technique: what is compressed and how.
+        technique: what is compressed and how; of which :meth:`TechniqueConfig.problems` has nothing to say.
         seed: keys the private generators of the first queries; the same on every rank.
         left_out: parameters that are reduced elsewhere.
 
     Raises:
-        ValueError: there is one data-parallel rank only, the model is not set up as needed, or nothing would be
-            compressed though this stage is among those that compress.
+        ValueError: the model is not set up as needed, or nothing would be compressed though this stage is among those
+            that compress.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class SelectiveStageCompression:
         seed: int,
         left_out: frozenset[torch.nn.Parameter],
     ) -> None:
-        if not isinstance(technique.codec, LowRankConfig):
-            raise ValueError("selective stage compression needs the low_rank codec")
+        assert isinstance(technique.codec, LowRankConfig)
         if get_model_config(model[0]).finalize_model_grads_func is None:
             raise ValueError("selective stage compression: set config.finalize_model_grads_func first")
         self.technique = technique
@@ -71,8 +70,6 @@ class SelectiveStageCompression:
         self.groups: list[tuple[Any, FactoredReduction]] = []
         """Bucket groups of this rank that hold something to compress."""
         groups = bucket_groups(model)
-        if groups and collective_group(groups[0]).size() == 1:
-            raise ValueError("selective stage compression needs more than one data-parallel rank: nothing is reduced")
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         compressing = stages_to_compress(stages, technique.fraction)
         if compressing == 0:
