@@ -16,7 +16,7 @@ from typing import Any
 
 from launchers.progress import Progress, format_summary
 from launchers.supervise import Stop, last_lines, supervise
-from optimus_cc import process
+from optimus_cc import checkpoints, disk_budget, process
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFolder, RunPreempted, claim
@@ -37,9 +37,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     device, notices = choose_device(config)
     progress = Progress(config.training.steps)
     with Stop().on_signals() as stop, claim(config) as run:
-        for line in _heading(config, run, device):
+        disk = list(disk_budget.told(config, run.folder.path))
+        for line in (*_heading(config, run, device), *(f"disk    {line}" for warns, line in disk if not warns)):
             progress.print(line)
-        for notice in (*notices, *config.notices()):
+        for notice in (*notices, *config.notices(), *(line for warns, line in disk if warns)):
             progress.print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
         for note in run.notes:
             progress.print(f"note    {note}")
@@ -181,6 +182,7 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
 def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
     ranks = config.parallel.world_size
     tail = JsonLinesTail(run.folder.metrics_path)
+    tail.new_records()  # those of an earlier attempt are no news
     status = _StatusUpdates(run)
 
     def on_poll() -> None:
@@ -233,7 +235,9 @@ def _told(folder: RunFolder, step: int, error: RunFailed) -> tuple[str, str]:
     where = f"at step {step}" if step else "before the first step"
     by_request = error.cause.startswith(error.state)
     details = [error.details] if error.details else []
-    details.append(f"  Folder: {_relative(folder.path)}. The same command starts it again.")
+    last = checkpoints.newest(folder.checkpoints)
+    how = f"goes on from its checkpoint of step {last.step}" if last else "starts it again"
+    details.append(f"  Folder: {_relative(folder.path)}. The same command {how}.")
     cause = f"{error.cause} {where}" if by_request else f"{error.state} {where}: {error.cause}"
     return f"{folder.run_id} {cause}", "\n".join(details)
 

@@ -19,6 +19,7 @@ from optimus_cc.config.launcher import LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.config.resume import resume_problems, resumed_from
 from optimus_cc.config.schema import Name, strict
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
@@ -32,7 +33,7 @@ _UNSCIENTIFIC = {
     "technique": {"name"},
     "data": {"cache_dir", "path", "weights"},
     "tokenizer": {"path", "vocab_file", "merges_file"},
-    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers"},
+    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers", "checkpoint"},
 }
 """Keys of the scientific groups that do not change what a run computes, or that are replaced by a fingerprint."""
 
@@ -128,6 +129,9 @@ class RunConfig:
         for name in ("fe", "sc"):
             if not technique[name]["enabled"]:
                 del technique[name]
+        source = science["training"].pop("resume_from")
+        if source is not None:
+            science["training"]["resume_from"] = resumed_from(source)
         if isinstance(self.data, JsonLinesConfig):
             science["data"]["files"] = [fingerprint(path) for path in self.data.paths]
             science["data"]["weights"] = self.data.weights
@@ -191,6 +195,8 @@ class RunConfig:
             yield from group.problems()
         yield from self._layout_problems()
         yield from self._batch_problems()
+        if (source := self.training.resume_from) is not None:
+            yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model

@@ -44,6 +44,7 @@ def _train(path: Path, report: Report) -> int:
     from megatron.core import parallel_state
 
     from optimus_cc.training import loop
+    from optimus_cc.training.checkpoint import Checkpoints
     from optimus_cc.training.corpus import cache_folder
     from optimus_cc.training.datasets import batches, build_datasets
     from optimus_cc.training.tokenizer import Tokenizer
@@ -79,9 +80,25 @@ def _train(path: Path, report: Report) -> int:
             pin_memory=backend.is_cuda,
         )
 
-    result = loop.run(trainer, source(train_set), source(validation_set), record, heartbeat=report.beat, stop=stop)
+    saver = Checkpoints(config, folder.checkpoints, backend, report.beat)
+    resumed, notes = saver.resume(trainer)
+    if tracker is not None:
+        to_repeat = ("validation",) if resumed is not None and resumed["validation_due"] else ()
+        said = {"kind": "resume", "step": trainer.step, "notes": notes} if notes else None
+        folder.cut_metrics(trainer.step, to_repeat, said)
+        print(*notes, sep="\n", flush=True)
+    result = loop.run(
+        trainer,
+        source(train_set),
+        source(validation_set),
+        record,
+        heartbeat=report.beat,
+        stop=stop,
+        saver=saver,
+        resumed=resumed,
+    )
     if isinstance(result, loop.Stopped):
-        print(f"stopped at step {result.step}: asked to", flush=True)
+        print(f"stopped at step {result.step}: asked to; a checkpoint is there", flush=True)
         _leave_at_once(EXIT_PREEMPTED)
     if tracker is not None:
         folder.write_summary({"run_id": config.run_id, **result})
