@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from optimus_cc import checkpoints, disk_budget
 from optimus_cc.config import ConfigError, RunConfig
-from tests.configurations import low_rank, tiny
+from tests.configurations import VOCABULARY, low_rank, tiny
 from tests.ranks import RankFailed, RankPool
 from tests.training.resuming import train, without_timings
 
@@ -339,7 +340,6 @@ class _SaverThatIsInterrupted:
 
 def _stop_while_saving(config: RunConfig) -> tuple[int, list[int]]:
     from optimus_cc.training import loop
-    from tests.configurations import VOCABULARY
     from tests.training.resuming import Stop
     from tests.training_runs import backend_in_world, random_tokens
 
@@ -437,6 +437,7 @@ def test_what_a_checkpoint_takes_is_told_beforehand(
         parallel={"distributed_optimizer": distributed_optimizer},
         precision=precision,
     )
+    config = replace(config, tokenizer=replace(config.tokenizer, vocabulary_size=VOCABULARY))
     ranks.run(1, train, config, tmp_path)
     (found,) = checkpoints.all_in(tmp_path)
     assert disk_budget.checkpoint_nbytes(config) == pytest.approx(found.nbytes, rel=0.05)
