@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
@@ -57,6 +58,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     training: TrainingConfig
     cluster: ClusterConfig
+    benchmark: BenchmarkConfig = NoBenchmarkConfig()
     launcher: LauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
     runs_dir: str = "runs"
@@ -145,7 +147,7 @@ class RunConfig:
 
     def notices(self) -> list[str]:
         """Things that are allowed but that the person who composed this should know before it starts."""
-        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices()]
+        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices(), *benchmark_notices(self)]
 
     def _fe_notices(self) -> Iterator[str]:
         if self.technique.fe.enabled and self.parallel.data_parallel_size == 1:
@@ -191,6 +193,7 @@ class RunConfig:
             yield from group.problems()
         yield from self._layout_problems()
         yield from self._batch_problems()
+        yield from benchmark_problems(self)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -235,7 +238,7 @@ class RunConfig:
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        if self.task.name == "train" and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+        if self.task.name in ("train", "benchmark") and self.launcher.name == "local" and self.cluster.num_nodes > 1:
             yield Problem(
                 "cluster.num_nodes",
                 self.cluster.num_nodes,
