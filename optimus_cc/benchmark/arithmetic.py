@@ -59,8 +59,8 @@ def fit_line(nbytes: Sequence[float], times_s: Sequence[float]) -> Line:
     """The line with the smallest sum of absolute relative errors, neither coefficient negative.
 
     Relative, because times span orders of magnitude and small messages decide the latency; absolute rather than
-    squared, so that a few sizes that were held up don't bend it. Such a minimum goes through two of the points, or through
-    one with one coefficient zero: all of those lines are tried.
+    squared, so that a few sizes that were held up don't bend it. Such a minimum goes through two of the points, or
+    through one with one coefficient zero: all of those lines are tried.
 
     Args:
         nbytes: bytes that a rank sends; at least two different values, all positive.

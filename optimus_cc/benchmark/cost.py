@@ -52,8 +52,8 @@ class Side:
             self.attachment = attach(technique, self.model, seed=config.training.seed, split_over_tensor_parallel=split)
             self.attachment.meter.stop()  # it counts in this side's steps only
 
-    def step(self) -> float:
-        """Seconds that one step took on this rank. Collective."""
+    def step(self) -> tuple[float, float]:
+        """Seconds that one step took on this rank, and seconds of processor time. Collective."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         attachment = self.attachment
@@ -64,7 +64,7 @@ class Side:
             attachment.meter.observe()
         self._backend.synchronize()
         dist.barrier(group=self._backend.control_group)
-        began = time.perf_counter()
+        began, processor_began = time.perf_counter(), time.process_time()
         function(
             forward_step_func=_forward_step,
             data_iterator=iterators if several else iterators[0],
@@ -75,7 +75,7 @@ class Side:
             forward_only=False,
         )
         self._backend.synchronize()
-        took = time.perf_counter() - began
+        took = time.perf_counter() - began, time.process_time() - processor_began
         if attachment is not None:
             attachment.meter.stop()
         return took
@@ -93,7 +93,8 @@ def measure(config: RunConfig, backend: Backend, record: Callable[[dict[str, Any
         record: takes the times of each pair; called on every rank.
 
     Returns:
-        for each technique the ratio of its step time to plain Megatron-core's, with a 95 % interval, and both medians.
+        for each technique the ratio of its step time to plain Megatron-core's, that of the processor time of all ranks,
+        and the medians, each with a 95 % interval.
     """
     benchmark = config.benchmark
     assert isinstance(benchmark, CostConfig)
@@ -107,36 +108,37 @@ def measure(config: RunConfig, backend: Backend, record: Callable[[dict[str, Any
             plain.step()
             other.step()
         first = _first_is_plain(benchmark.pairs, config.training.seed)
-        plain_s, other_s = [], []
+        pairs = []
         for index, plain_first in enumerate(first):
             took = {side: side.step() for side in ((plain, other) if plain_first else (other, plain))}
-            times = torch.tensor([took[plain], took[other]], dtype=torch.float64)
-            dist.all_reduce(times, op=dist.ReduceOp.MAX, group=backend.control_group)
-            plain_s.append(float(times[0]))
-            other_s.append(float(times[1]))
+            pair = _over_ranks(backend, took[plain], took[other])
+            pairs.append(pair)
+            done = position * benchmark.pairs + index + 1
             record(
-                {
-                    "kind": "pair",
-                    "technique": name,
-                    "plain_first": plain_first,
-                    "plain_s": plain_s[-1],
-                    "technique_s": other_s[-1],
-                    "done": position * benchmark.pairs + index + 1,
-                    "total": total,
-                }
+                {"kind": "pair", "technique": name, "plain_first": plain_first, **pair, "done": done, "total": total}
             )
         other.close()
         del other
         gc.collect()
+        times = {key: [pair[key] for pair in pairs] for key in pairs[0]}
         rows.append(
             {
                 "technique": name,
-                "ratio": asdict(ratio_of_pairs(plain_s, other_s)),
-                "plain_s": asdict(median_with_interval(plain_s)),
-                "technique_s": asdict(median_with_interval(other_s)),
+                "ratio": asdict(ratio_of_pairs(times["plain_s"], times["technique_s"])),
+                "processor_ratio": asdict(ratio_of_pairs(times["plain_processor_s"], times["technique_processor_s"])),
+                **{key: asdict(median_with_interval(values)) for key, values in times.items()},
             }
         )
     return {"benchmark": benchmark.name, "techniques": rows}
+
+
+def _over_ranks(backend: Backend, plain: tuple[float, float], other: tuple[float, float]) -> dict[str, float]:
+    """Of the times of both sides the largest of all ranks, of their processor times the sum."""
+    times, processor = torch.tensor(list(zip(plain, other, strict=True)), dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=backend.control_group)
+    dist.all_reduce(processor, group=backend.control_group)
+    names = ("plain_s", "technique_s", "plain_processor_s", "technique_processor_s")
+    return dict(zip(names, (*times.tolist(), *processor.tolist()), strict=True))
 
 
 def _first_is_plain(pairs: int, seed: int) -> list[bool]:

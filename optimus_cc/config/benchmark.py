@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -87,8 +86,8 @@ def measured_techniques(config: RunConfig) -> tuple[dict[str, TechniqueConfig], 
     possible, impossible = {}, {}
     for name in wanted:
         technique = benchmark.techniques[name]
-        with_it = replace(config, technique=technique, benchmark=NoBenchmarkConfig())
-        problem = next((found for found in with_it.problems() if found.key.startswith("technique.")), None)
+        problems = config.with_technique(technique).problems()
+        problem = next((found for found in problems if found.key.startswith("technique.")), None)
         if problem is None:
             possible[name] = technique
         else:

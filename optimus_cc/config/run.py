@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -100,6 +101,10 @@ class RunConfig:
     def compressed_message_nbytes(self) -> int:
         """Bytes of a stage-to-stage message that compressed backpropagation's codec has encoded."""
         return wire_nbytes(self.technique.cb.codec, self.message_shape, self.message_itemsize)
+
+    def with_technique(self, technique: TechniqueConfig) -> RunConfig:
+        """The same with another technique, and nothing to measure."""
+        return replace(self, technique=technique, benchmark=NoBenchmarkConfig())
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""
