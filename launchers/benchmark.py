@@ -7,7 +7,6 @@ import socket
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from optimus_cc import provenance
 from optimus_cc.benchmark import report
 from optimus_cc.config import RunConfig
 from optimus_cc.config.benchmark import CodecsConfig, LinksConfig, benchmark_notices
-from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import BENCHMARKS, RunFailed, RunFolder, write_origin
 
@@ -38,15 +36,12 @@ def benchmark(config: RunConfig) -> dict[str, Any]:
         RunFailed: a rank failed, or somebody asked for an end.
     """
     alone = isinstance(config.benchmark, CodecsConfig)
-    parallel = ParallelConfig() if alone else config.parallel
-    device, notices = choose_device(replace(config, parallel=parallel))
-    ranks = parallel.world_size
+    layout, ranks = ("single", 1) if alone else (config.parallel.label, config.parallel.world_size)
+    device, notices = choose_device(config, ranks)
     progress = Progress(0)
     with Stop().on_signals() as stop:
-        folder = _make_folder(config, parallel.label)
-        progress.print(
-            f"benchmark  {config.benchmark.name}, {parallel.label}: {ranks} rank{'s' * (ranks != 1)} on {device}"
-        )
+        folder = _make_folder(config, layout)
+        progress.print(f"benchmark  {config.benchmark.name}, {layout}: {ranks} rank{'s' * (ranks != 1)} on {device}")
         progress.print(f"folder     {relative(folder.path)}")
         for notice in (*notices, *benchmark_notices(config)):
             progress.print(textwrap.fill(f"notice     {notice}", 118, subsequent_indent=" " * 11))

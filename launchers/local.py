@@ -49,13 +49,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         return summary
 
 
-def choose_device(config: RunConfig) -> tuple[str, list[str]]:
-    """``cpu`` or ``cuda`` for all ranks, and what to say about the choice.
+def choose_device(config: RunConfig, ranks: int | None = None) -> tuple[str, list[str]]:
+    """``cpu`` or ``cuda`` for all ranks, and what to say about the choice; ``ranks``: if not those of the layout.
 
     Raises:
         ConfigError: training.device=cuda, and there are fewer usable GPUs than ranks.
     """
-    wanted, ranks = config.training.device, config.parallel.world_size
+    wanted, ranks = config.training.device, ranks or config.parallel.world_size
     if wanted == "cpu":
         return "cpu", []
     gpus = count_gpus()

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from optimus_cc.benchmark.arithmetic import median_with_interval, ratio_of_pairs
-from optimus_cc.compression import build_codec
+from optimus_cc.compression import Codec
+from optimus_cc.compression.low_rank import LowRank
+from optimus_cc.compression.top_k import TopK
 from optimus_cc.config import RunConfig
 from optimus_cc.config.benchmark import CodecsConfig
-from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.wire_size import matrix_shape
 
 WARMUP = 3
@@ -30,15 +31,15 @@ def measure(
     """
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     shapes = benchmark.shapes or (matrix_shape(config.message_shape),)
-    cases: list[tuple[tuple[int, int], CodecConfig, int]] = [
-        (shape, codec, rank)
+    cases: list[tuple[tuple[int, int], str, Codec, int]] = [
+        (shape, name, codec, rank)
         for shape in shapes
         for rank in benchmark.ranks
-        for codec in (LowRankConfig(rank=rank), TopKConfig(match_rank=rank))
+        for name, codec in (("low_rank", LowRank(rank)), ("top_k", TopK(match_rank=rank)))
     ]
     rows = []
-    for index, (shape, codec, rank) in enumerate(cases):
-        row = {"codec": codec.name, "rank": rank, "rows": shape[0], "columns": shape[1]}
+    for index, (shape, name, codec, rank) in enumerate(cases):
+        row = {"codec": name, "rank": rank, "rows": shape[0], "columns": shape[1]}
         row |= _case(codec, shape, dtype, device, benchmark.repetitions, config.training.seed)
         rows.append(row)
         record({"kind": "codec", **row, "done": index + 1, "total": len(cases)})
@@ -46,9 +47,8 @@ def measure(
 
 
 def _case(
-    config: CodecConfig, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, repetitions: int, seed: int
+    codec: Codec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, repetitions: int, seed: int
 ) -> dict[str, Any]:
-    codec = build_codec(config)
     state = codec.new_state((seed, "benchmark"))
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)

@@ -104,7 +104,9 @@ class RunConfig:
 
     def with_technique(self, technique: TechniqueConfig) -> RunConfig:
         """The same with another technique, and nothing to measure."""
-        return replace(self, technique=technique, benchmark=NoBenchmarkConfig())
+        this: Any = self
+        changed: RunConfig = replace(this, technique=technique, benchmark=NoBenchmarkConfig())
+        return changed
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""

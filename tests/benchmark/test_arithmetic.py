@@ -97,7 +97,7 @@ def test_no_other_line_is_closer(times: list[float], latency_s: float, s_per_byt
     line = fit_line(SIZES, times)
 
     def error(latency_s: float, s_per_byte: float) -> float:
-        return sum(abs(latency_s + s_per_byte * x - t) / t for x, t in zip(SIZES, times, strict=True))
+        return math.fsum(abs(latency_s + s_per_byte * x - t) / t for x, t in zip(SIZES, times, strict=True))
 
     best = error(line.latency_s, 1 / line.bytes_per_s if line.bytes_per_s else 0.0)
     assert best <= error(latency_s, s_per_byte) * (1 + 1e-9)

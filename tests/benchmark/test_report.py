@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from optimus_cc.benchmark.report import cluster_file
-from optimus_cc.config.cluster import ClusterConfig, LinkConfig
+from optimus_cc.config.cluster import ClusterConfig
 
-CLUSTER = ClusterConfig(name="known", num_nodes=2, ranks_per_node=4, inter_node=LinkConfig(line_rate_gbit_s=200.0))
+KNOWN = {"name": "known", "num_nodes": 2, "ranks_per_node": 4, "inter_node": {"line_rate_gbit_s": 200.0}}
+CLUSTER = TypeAdapter(ClusterConfig).validate_json(json.dumps(KNOWN))
 
 
 def group(name: str, ranks: int, latency_us: float, gbit_s: float | None, spans: bool = False) -> dict[str, Any]:
