@@ -50,6 +50,8 @@ HEARTBEAT_S = 10.0
 """A running run's status is renewed at least this often."""
 STALE_S = 120.0
 """A running status older than this has no owner any more."""
+BENCHMARKS = "benchmarks"
+"""The one folder beside the run folders that holds something else."""
 
 
 class RunFailed(RuntimeError):
@@ -317,16 +319,7 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
             how = f"going on from its checkpoint of step {last.step}" if last else "starting again"
             notes.append(f"{_describe_end(folder, found)}: {how}; its logs and metrics are kept in {place}")
     folder.logs.mkdir(exist_ok=True)
-    replace_file(folder.config_path, _yaml(config.to_mapping()))
-    if code.diff:
-        replace_file(folder.diff_path, code.diff)
-    record = {
-        "run_id": config.run_id,
-        **provenance.collect(code),
-        "diff": folder.diff_path.name if code.diff else None,
-        "scientific": config.scientific(),
-    }
-    replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
+    write_origin(folder, config, code, run_id=config.run_id, scientific=config.scientific())
     claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
     claimed.update(
         state="running",
@@ -337,6 +330,15 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
         restarts=restarts,
     )
     return claimed
+
+
+def write_origin(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, **more: Any) -> None:
+    """Freeze the configuration, and say where what is about to be made comes from; ``more``: further facts of it."""
+    replace_file(folder.config_path, _yaml(config.to_mapping()))
+    if code.diff:
+        replace_file(folder.diff_path, code.diff)
+    record = {**provenance.collect(code), "diff": folder.diff_path.name if code.diff else None, **more}
+    replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
 
 
 def _describe_end(folder: RunFolder, found: Status | None) -> str:

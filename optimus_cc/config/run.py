@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
@@ -58,6 +60,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     training: TrainingConfig
     cluster: ClusterConfig
+    benchmark: BenchmarkConfig = NoBenchmarkConfig()
     launcher: LauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
     runs_dir: str = "runs"
@@ -99,6 +102,12 @@ class RunConfig:
     def compressed_message_nbytes(self) -> int:
         """Bytes of a stage-to-stage message that compressed backpropagation's codec has encoded."""
         return wire_nbytes(self.technique.cb.codec, self.message_shape, self.message_itemsize)
+
+    def with_technique(self, technique: TechniqueConfig) -> RunConfig:
+        """The same with another technique, and nothing to measure."""
+        this: Any = self
+        changed: RunConfig = replace(this, technique=technique, benchmark=NoBenchmarkConfig())
+        return changed
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""
@@ -149,7 +158,7 @@ class RunConfig:
 
     def notices(self) -> list[str]:
         """Things that are allowed but that the person who composed this should know before it starts."""
-        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices()]
+        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices(), *benchmark_notices(self)]
 
     def _fe_notices(self) -> Iterator[str]:
         if self.technique.fe.enabled and self.parallel.data_parallel_size == 1:
@@ -197,6 +206,7 @@ class RunConfig:
         yield from self._batch_problems()
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
+        yield from benchmark_problems(self)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -241,7 +251,7 @@ class RunConfig:
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        if self.task.name == "train" and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+        if self.task.name in ("train", "benchmark") and self.launcher.name == "local" and self.cluster.num_nodes > 1:
             yield Problem(
                 "cluster.num_nodes",
                 self.cluster.num_nodes,

@@ -5,26 +5,16 @@ Exit codes: 0 trained to the end; 75 (EX_TEMPFAIL) stopped at a step boundary be
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from optimus_cc.process import EXIT_PREEMPTED, Report, die_with_parent, install_stack_dump
+from optimus_cc.process import EXIT_PREEMPTED, Report, leave_at_once, run_rank
 
 
 def main(folder_path: str) -> int:
-    die_with_parent()
-    install_stack_dump()
-    report = Report.from_environment()
-    try:
-        return _train(Path(folder_path), report)
-    except BaseException as error:
-        report.failed(error)
-        traceback.print_exc()
-        _leave_at_once()
+    return run_rank(lambda report: _train(Path(folder_path), report))
 
 
 def _train(path: Path, report: Report) -> int:
@@ -99,19 +89,12 @@ def _train(path: Path, report: Report) -> int:
     )
     if isinstance(result, loop.Stopped):
         print(f"stopped at step {result.step}: asked to; a checkpoint is there", flush=True)
-        _leave_at_once(EXIT_PREEMPTED)
+        leave_at_once(EXIT_PREEMPTED)
     if tracker is not None:
         folder.write_summary({"run_id": config.run_id, **result})
         tracker.finish(result)
     backends.stop()
     return 0
-
-
-def _leave_at_once(code: int = 1) -> NoReturn:
-    """End without waiting for communicators whose peers may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,6 @@ class Trainer:
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
         transformer.finalize_model_grads_func = finalize_model_grads
-        if config.parallel.overlap_grad_reduce:
-            transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
         attachment = attach(
             config.technique,
             model,

@@ -235,6 +235,8 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "technique=baseline": "parallel=single",
         **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
+        "task=benchmark": "benchmark=cost",
+        **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
     }
     for option in options(group):
         choice = f"{group}={option}"

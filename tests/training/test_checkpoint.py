@@ -9,7 +9,6 @@ import pickle
 import random
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from optimus_cc import checkpoints, disk_budget
-from optimus_cc.config import ConfigError, RunConfig
+from optimus_cc.config import ConfigError, RunConfig, load
 from tests.configurations import VOCABULARY, low_rank, tiny
 from tests.ranks import RankFailed, RankPool
 from tests.training.resuming import train, without_timings
@@ -437,7 +436,7 @@ def test_what_a_checkpoint_takes_is_told_beforehand(
         parallel={"distributed_optimizer": distributed_optimizer},
         precision=precision,
     )
-    config = replace(config, tokenizer=replace(config.tokenizer, vocabulary_size=VOCABULARY))
+    config = load({**config.to_mapping(), "tokenizer": {"name": "bpe", "vocabulary_size": VOCABULARY}})
     ranks.run(1, train, config, tmp_path)
     (found,) = checkpoints.all_in(tmp_path)
     assert disk_budget.checkpoint_nbytes(config) == pytest.approx(found.nbytes, rel=0.05)
