@@ -242,15 +242,19 @@ def run(
         history.load_state_dict(resumed["history"])
         validated, validation_due = dict(resumed["validated"]), resumed["validation_due"]
 
-    def save() -> None:
-        if saver is not None:
-            history.pause()
-            rest = {"history": history.state_dict(), "validated": validated, "validation_due": validation_due}
-            saver.save(trainer, rest)
-            history.resume()
-
     def asked_to_stop() -> bool:
         return stop is not None and stop.requested
+
+    def save() -> bool:
+        """Whether a request to stop has come by the time that it is done."""
+        if saver is None:
+            return False
+        history.pause()
+        rest = {"history": history.state_dict(), "validated": validated, "validation_due": validation_due}
+        saver.save(trainer, rest)
+        (stopping,) = trainer.any_rank(asked_to_stop())
+        history.resume()
+        return stopping
 
     batches = trainer.batches_for_chunks(train_batches, trainer.step)
     history.resume()
@@ -278,10 +282,8 @@ def run(
                 )
         validation_due = last or trainer.step % training.validation_interval == 0
         stopping, due = trainer.any_rank(asked_to_stop(), saver is not None and saver.due(trainer.step))
-        if not last and (stopping or due):
-            save()
-            if stopping or trainer.any_rank(asked_to_stop())[0]:
-                return Stopped(trainer.step)
+        if not last and (stopping or due) and (save() or stopping):
+            return Stopped(trainer.step)
     if trainer.step > began_at:
         save()
     return history.summary(validated)

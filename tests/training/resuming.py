@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from tests.training_runs import backend_in_world, random_tokens
 
 
 def train(
-    config: RunConfig, folder: Path, *, stop_at: int | None = None, kill_after_s: float | None = None
+    config: RunConfig, folder: Path, *, stop_at: int | None = None, kill: tuple[int, float] | None = None
 ) -> dict[str, Any]:
     """Train with checkpoints in ``folder``, going on from those that are there.
 
     Args:
         stop_at: ask for a stop, on rank 0 alone, during this step.
-        kill_after_s: SIGKILL this rank so long after its first step.
+        kill: SIGKILL this rank when it has taken so many steps, and after that so many times the time of its last one.
     """
     from optimus_cc.training import loop
     from optimus_cc.training.checkpoint import Checkpoints
@@ -33,9 +34,13 @@ def train(
     stop = Stop()
     records: list[dict[str, Any]] = []
 
+    step_began = time.monotonic()
+
     def heartbeat() -> None:
-        if trainer.step == began_at + 1 and kill_after_s is not None:
-            threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        nonlocal step_began
+        took, step_began = time.monotonic() - step_began, time.monotonic()
+        if kill is not None and trainer.step == began_at + kill[0]:
+            threading.Timer(kill[1] * took, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if trainer.step == stop_at and backend.rank == 0:
             stop.requested = True
 
