@@ -18,7 +18,7 @@ INDEX_BYTES = 2
 _WIRE_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+def message_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns.
 
     For a stage-to-stage message (sequence, micro-batch, hidden) rows are tokens and columns are hidden units.
@@ -29,9 +29,22 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), columns
 
 
+matrix_shape = message_matrix  # the name under which exposure_report still knows it
+
+
+def weight_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a weight seen as a matrix: the first dimension is the rows.
+
+    Of a vector (1, its length), which no rank makes smaller.
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
 def low_rank_elements(shape: Sequence[int], rank: int) -> int:
     """Elements of the two factors of ``shape`` as a matrix; the rank is clamped to min(rows, columns)."""
-    rows, columns = matrix_shape(shape)
+    rows, columns = message_matrix(shape)
     return min(rank, rows, columns) * (rows + columns)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -17,7 +18,7 @@ from optimus_cc.communication.embedding import FusedEmbeddingSync
 from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
-from optimus_cc.config.codec import IdentityConfig
+from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.technique import TechniqueConfig
 
 _SC_PREFIX = "sc."
@@ -118,28 +119,17 @@ def attach(
         ValueError: the plan can't work in this layout, or would compress nothing.
     """
     config = get_model_config(model[0])
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if technique.cb.enabled and stages == 1:
-        raise ValueError(
-            "compressed backpropagation needs more than one pipeline stage: with one there are no messages"
-        )
-    if split_over_tensor_parallel and config.sequence_parallel:
-        raise ValueError("with sequence parallelism every rank sends only its share of a message already")
-    virtual = config.virtual_pipeline_model_parallel_size or 1
-    if stages == 2 and virtual > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
-        raise ValueError(
-            "two pipeline stages with several chunks need overlap_p2p_comm=True and batch_p2p_comm=False: "
-            "otherwise Megatron-core pairs their messages wrongly, and trains on garbage"
-        )
-    if technique.cb.enabled and isinstance(technique.cb.codec, IdentityConfig):
-        raise ValueError("technique.cb is enabled with the identity codec, which compresses nothing")
+    layout = _layout(config, split_over_tensor_parallel)
+    problems = [*layout.message_problems(), *technique.problems(layout)]
+    if problems:
+        raise ValueError("; ".join(problem.sentence for problem in problems))
     own_meter = meter is None
     meter = TrafficMeter.for_megatron() if meter is None else meter
     groups = _schedule_groups()
     restores: list[Restore] = [meter.stop]
     try:
         communicator = None
-        if stages > 1:
+        if layout.pipeline_parallel_size > 1:
             split_over = groups.tp if split_over_tensor_parallel and groups.tp.size() > 1 else None
             communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over)
         embedding = FusedEmbeddingSync(model, meter, groups) if technique.fe.enabled else None
@@ -208,6 +198,21 @@ class _Finalizer:
             return result
 
         return finalize_in_scope
+
+
+def _layout(config: ModelParallelConfig, split_over_tensor_parallel: bool) -> ParallelConfig:
+    """What Megatron-core was set up with, in this project's terms."""
+    return ParallelConfig(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        # Gradients are reduced over the context-parallel ranks too.
+        data_parallel_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        num_chunks=config.virtual_pipeline_model_parallel_size or 1,
+        overlap_p2p=config.overlap_p2p_comm,
+        batch_p2p=config.batch_p2p_comm,
+        sequence_parallel=config.sequence_parallel,
+        split_over_tensor_parallel=split_over_tensor_parallel,
+    )
 
 
 def _schedule_groups() -> ProcessGroupCollection:

@@ -34,6 +34,7 @@ from optimus_cc.compression.low_rank import private_generator, warm_query
 from optimus_cc.config.codec import LowRankConfig
 from optimus_cc.config.technique import SelectiveStageCompressionConfig
 from optimus_cc.exposure import stages_to_compress
+from optimus_cc.wire_size import weight_matrix
 
 _LOGGER = logging.getLogger(__name__)
 State = dict[str, torch.Tensor]
@@ -44,13 +45,13 @@ class SelectiveStageCompression:
 
     Args:
         model: the chunks of this rank.
-        technique: what is compressed and how.
+        technique: what is compressed and how; of which :meth:`TechniqueConfig.problems` has nothing to say.
         seed: keys the private generators of the first queries; the same on every rank.
         left_out: parameters that are reduced elsewhere.
 
     Raises:
-        ValueError: there is one data-parallel rank only, the model is not set up as needed, or nothing would be
-            compressed though this stage is among those that compress.
+        ValueError: the model is not set up as needed, or nothing would be compressed though this stage is among those
+            that compress.
     """
 
     def __init__(
@@ -60,8 +61,7 @@ class SelectiveStageCompression:
         seed: int,
         left_out: frozenset[torch.nn.Parameter],
     ) -> None:
-        if not isinstance(technique.codec, LowRankConfig):
-            raise ValueError("selective stage compression needs the low_rank codec")
+        assert isinstance(technique.codec, LowRankConfig)
         if get_model_config(model[0]).finalize_model_grads_func is None:
             raise ValueError("selective stage compression: set config.finalize_model_grads_func first")
         self.technique = technique
@@ -70,8 +70,6 @@ class SelectiveStageCompression:
         self.groups: list[tuple[Any, FactoredReduction]] = []
         """Bucket groups of this rank that hold something to compress."""
         groups = bucket_groups(model)
-        if groups and collective_group(groups[0]).size() == 1:
-            raise ValueError("selective stage compression needs more than one data-parallel rank: nothing is reduced")
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         compressing = stages_to_compress(stages, technique.fraction)
         if compressing == 0:
@@ -86,7 +84,7 @@ class SelectiveStageCompression:
                 for parameter in bucket.params_list
                 if parameter not in left_out
                 and "position_embeddings" not in names[parameter]
-                and technique.compresses(*matrix_shape(parameter))
+                and technique.compresses(*weight_matrix(parameter.shape))
             }
             if chosen:
                 self.groups.append((group, FactoredReduction(self, group, chosen, technique.codec, seed)))
@@ -137,7 +135,7 @@ class FactoredReduction:
         for name, parameter in chosen.items():
             bucket = group.param_to_bucket[parameter]
             start, end = extent(parameter, bucket)
-            rows, columns = matrix_shape(parameter)
+            rows, columns = weight_matrix(parameter.shape)
             # What Megatron leaves is a multiple of the mean: the mean itself, or the sum.
             scale = round(gradient_scale(bucket, group) * self._ranks.size(), 12)
             key = (rows, columns, bucket.grad_data.dtype, scale)
@@ -294,10 +292,3 @@ class _Batch:
             queries.append(torch.randn(self.right_shape[1:], generator=generator, device=device))
         orthonormal: torch.Tensor = torch.linalg.qr(torch.stack(queries))[0]
         return orthonormal
-
-
-def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns) of a weight seen as a matrix; of a vector (1, its length), which no rank makes smaller."""
-    if parameter.dim() < 2:
-        return 1, parameter.numel()
-    return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])

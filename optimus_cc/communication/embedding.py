@@ -54,13 +54,15 @@ class _Place:
 class FusedEmbeddingSync:
     """The shared embedding's gradient, reduced once over all its copies. Every rank of the world must build it.
 
+    There is more than one pipeline stage: see :meth:`TechniqueConfig.problems`.
+
     Args:
         model: the chunks of this rank.
         meter: the fused all-reduce counts as ``embedding``.
         schedule_groups: the process groups that a finaliser gets if its caller names none.
 
     Raises:
-        ValueError: on every rank, if there is nothing to fuse or the layout does not allow it.
+        ValueError: on every rank, if there is nothing to fuse or the copies are not alike.
     """
 
     def __init__(
@@ -177,11 +179,6 @@ class FusedEmbeddingSync:
 
     def _locate(self, model: Sequence[torch.nn.Module]) -> _Place:
         config = get_model_config(model[0])
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            raise ValueError(
-                "fused embedding synchronisation needs more than one pipeline stage: with one there is a single copy "
-                "of the embedding and nothing to fuse"
-            )
         if getattr(config, "mtp_num_layers", None):
             raise ValueError("fused embedding synchronisation does not know the copies that mtp_num_layers adds")
         if config.finalize_model_grads_func is None:
@@ -197,7 +194,7 @@ class FusedEmbeddingSync:
         weights = [weight for chunk in chunks if (weight := chunk.shared_embedding_or_output_weight()) is not None]
         if not weights:
             return _Place(distributed_optimizer=scattered)
-        (weight,) = weights  # with more than one stage no rank holds both copies
+        (weight,) = weights  # there is more than one stage, so no rank holds both copies
         owners = [group for group in groups if weight in group.param_to_bucket]
         if not owners:
             raise ValueError("fused embedding synchronisation: the embedding is frozen, so it has no gradient")

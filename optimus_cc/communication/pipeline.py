@@ -94,13 +94,18 @@ class CompressedP2PCommunicator(P2PCommunicator):
         self._streams: dict[str, CompressedStream] = {}
         self._to_remember: list[CompressedStream] = []
         self._schedule: Schedule | None = None
+        self._checked: Schedule | None = None
         self._to_send: dict[str, deque[Message]] = {}
         self._to_receive: dict[str, deque[Message]] = {}
 
     # -- one mini-batch ------------------------------------------------------------------------------------------
 
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
-        """Start a fresh ledger: the messages that one call of the schedule will exchange, in order."""
+        """Start a fresh ledger: the messages that one call of the schedule will exchange, in order.
+
+        Raises:
+            ValueError: so few micro-batches would compress nothing.
+        """
         self._to_send, self._to_receive, self._schedule = {}, {}, None
         if not forward_only and self.technique.residual == "reset":
             self._reset()  # also after a mini-batch that an exception ended
@@ -112,6 +117,10 @@ class CompressedP2PCommunicator(P2PCommunicator):
             num_microbatches=num_microbatches,
             microbatch_group_size=self.config.microbatch_group_size_per_vp_stage,
         )
+        if schedule != self._checked:
+            for problem in self.technique.schedule_problems(schedule):
+                raise ValueError(problem.sentence)
+            self._checked = schedule
         rank = self.pp_group.rank()
         self._schedule = schedule
         self._to_send = {

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, wire_dtype
-from optimus_cc.wire_size import matrix_shape
+from optimus_cc.wire_size import message_matrix
 
 
 def private_generator(key: Sequence[int | str], device: torch.device, index: int = 0) -> torch.Generator:
@@ -97,7 +97,7 @@ class LowRank:
         return LowRankState(seed_key)
 
     def wire_format(self, shape: Sequence[int], dtype: torch.dtype) -> WireFormat:
-        rows, columns = matrix_shape(shape)
+        rows, columns = message_matrix(shape)
         rank = min(self.rank, rows, columns)
         sent = wire_dtype(self.wire_dtype, dtype)
         factors = (Part("left", (rows, rank), sent), Part("right", (columns, rank), sent))
@@ -114,7 +114,7 @@ class LowRank:
             return Payload(wire, data)
         left, right = wire.unpack(data)
         # Contiguous, because the rounding of a matrix product depends on strides.
-        matrix = tensor.contiguous().view(matrix_shape(tensor.shape)).float()
+        matrix = tensor.contiguous().view(message_matrix(tensor.shape)).float()
         basis, _ = torch.linalg.qr(matrix @ self._query(state, matrix, left.shape[1]))
         # What the receiver multiplies is the basis as it travels: project onto that, so that rounding it is seen here.
         left.copy_(basis)

@@ -29,8 +29,16 @@ class Problem:
     """What to type instead."""
 
     def __str__(self) -> str:
-        found = f"{self.key} is not set" if self.value == NOT_SET else f"{self.key} = {_shown(self.value)}"
-        return f"{found}\n    allowed: {self.allowed}\n    fix:     {self.fix}"
+        return f"{self._found}\n    allowed: {self.allowed}\n    fix:     {self.fix}"
+
+    @property
+    def sentence(self) -> str:
+        """On one line, for somebody who has no command line to type the fix on."""
+        return f"{self._found}, allowed is {self.allowed}"
+
+    @property
+    def _found(self) -> str:
+        return f"{self.key} is not set" if self.value == NOT_SET else f"{self.key} = {_shown(self.value)}"
 
 
 class ConfigError(ValueError):

@@ -58,13 +58,6 @@ class ParallelConfig:
                     "false when parallel.tensor_parallel_size = 1",
                     f"parallel.{key}=false, or raise parallel.tensor_parallel_size",
                 )
-        if self.sequence_parallel and self.split_over_tensor_parallel:
-            yield Problem(
-                "parallel.split_over_tensor_parallel",
-                True,
-                "false with parallel.sequence_parallel = true, where every rank sends only its share anyway",
-                "parallel.split_over_tensor_parallel=false",
-            )
         if self.num_chunks > 1 and self.pipeline_parallel_size == 1:
             yield Problem(
                 "parallel.num_chunks",
@@ -79,7 +72,18 @@ class ParallelConfig:
                 "false with the non-interleaved schedule (parallel.num_chunks = 1)",
                 "set parallel.overlap_p2p=false, or parallel.num_chunks=2",
             )
-        if self.overlap_p2p and self.batch_p2p:
+        yield from self.message_problems()
+
+    def message_problems(self) -> Iterator[Problem]:
+        """With which ways to send them stage-to-stage messages would go wrong."""
+        if self.sequence_parallel and self.split_over_tensor_parallel:
+            yield Problem(
+                "parallel.split_over_tensor_parallel",
+                True,
+                "false with parallel.sequence_parallel = true, where every rank sends only its share anyway",
+                "parallel.split_over_tensor_parallel=false",
+            )
+        if self.num_chunks > 1 and self.overlap_p2p and self.batch_p2p:
             yield Problem(
                 "parallel.batch_p2p",
                 self.batch_p2p,
@@ -87,10 +91,11 @@ class ParallelConfig:
                 "set parallel.batch_p2p=false",
             )
         if self.num_chunks > 1 and self.pipeline_parallel_size == 2 and not self.overlap_p2p:
-            # Previous and next rank are the same rank; Megatron-core pairs the messages wrongly and trains on garbage.
+            # Previous and next rank are the same rank.
             yield Problem(
                 "parallel.overlap_p2p",
                 self.overlap_p2p,
-                "true, with parallel.batch_p2p = false, when two pipeline stages have several chunks",
-                "set parallel.overlap_p2p=true parallel.batch_p2p=false",
+                "true, with parallel.batch_p2p = false, when two pipeline stages have several chunks: otherwise "
+                "Megatron-core pairs their messages wrongly, and trains on garbage",
+                "parallel.overlap_p2p=true parallel.batch_p2p=false",
             )

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
-from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
+from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.fingerprint import fingerprint
@@ -28,7 +28,7 @@ from optimus_cc.config.tokenizer import TokenizerConfig
 from optimus_cc.config.tracking import TrackingConfig
 from optimus_cc.config.training import TrainingConfig
 from optimus_cc.config.type_problems import type_problems
-from optimus_cc.exposure import Schedule, stages_to_compress
+from optimus_cc.exposure import Schedule
 from optimus_cc.wire_size import wire_nbytes
 
 _UNSCIENTIFIC = {
@@ -186,17 +186,13 @@ class RunConfig:
                 f"technique.cb.codec.{_size_key(cb.codec)}: compressed, a message of {self.message_nbytes:,} bytes "
                 f"takes {self.compressed_message_nbytes:,}, so nothing is saved."
             )
-        if cb.lazy_error_propagation and cb.residual == "reset" and self._most_compressed_per_boundary() == 1:
+        counts = cb.compressed_counts(self.schedule).values()
+        if cb.lazy_error_propagation and cb.residual == "reset" and max(counts, default=0) == 1:
             lines.append(
                 "technique.cb.lazy_error_propagation: every boundary compresses one message per mini-batch, so no "
                 "residual reaches another message under technique.cb.residual=reset."
             )
         return lines
-
-    def _most_compressed_per_boundary(self) -> int:
-        cb = self.technique.cb
-        counts = self.schedule.compressed_counts(epilogue_only=cb.epilogue_only, flush=cb.flushes)
-        return max(counts.values(), default=0)
 
     def problems(self) -> Iterator[Problem]:
         """Everything wrong with this configuration, group by group and then across groups."""
@@ -204,6 +200,8 @@ class RunConfig:
             yield from group.problems()
         yield from self._layout_problems()
         yield from self._batch_problems()
+        yield from self.technique.problems(self.parallel)
+        yield from self._technique_problems()
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
@@ -280,58 +278,20 @@ class RunConfig:
                 f"training.global_batch_size={-(-self.num_microbatches // stages) * stages * per_step}",
             )
             return
-        yield from self._technique_problems()
+        yield from self.technique.cb.schedule_problems(self.schedule)
 
     def _technique_problems(self) -> Iterator[Problem]:
-        yield from self._cb_problems()
-        yield from self._fe_problems()
-        yield from self._sc_problems()
-
-    def _fe_problems(self) -> Iterator[Problem]:
-        if not self.technique.fe.enabled:
-            return
-        if self.parallel.pipeline_parallel_size == 1:
-            yield Problem(
-                "technique.fe.enabled",
-                True,
-                "parallel.pipeline_parallel_size above 1: one stage holds one copy of the embedding, nothing to fuse",
-                "parallel=pp4_dp2, or technique.fe.enabled=false",
-            )
-        if not self.model.tied_embeddings:
+        """What the model and the length of training have to say about the technique."""
+        fe, sc = self.technique.fe, self.technique.sc
+        if fe.enabled and not self.model.tied_embeddings:
             yield Problem(
                 "technique.fe.enabled",
                 True,
                 "model.tied_embeddings = true: untied, the first and the last stage share no gradient",
                 "model.tied_embeddings=true, or technique.fe.enabled=false",
             )
-
-    def _sc_problems(self) -> Iterator[Problem]:
-        sc, parallel = self.technique.sc, self.parallel
-        if not sc.enabled:
+        if not sc.enabled or not isinstance(sc.codec, LowRankConfig):
             return
-        if not isinstance(sc.codec, LowRankConfig):
-            yield Problem(
-                "technique.sc.codec",
-                sc.codec.name,
-                "low_rank, while technique.sc.enabled is true",
-                "codec@technique.sc.codec=low_rank, or technique.sc.enabled=false",
-            )
-            return
-        if parallel.data_parallel_size == 1:
-            yield Problem(
-                "technique.sc.enabled",
-                True,
-                "parallel.data_parallel_size above 1: with one rank no gradient is reduced",
-                "parallel=pp4_dp2, or technique.sc.enabled=false",
-            )
-        stages = parallel.pipeline_parallel_size
-        if sc.fraction > 0 and stages_to_compress(stages, sc.fraction) == 0:
-            yield Problem(
-                "technique.sc.fraction",
-                sc.fraction,
-                f"at least {0.5 / stages:.4g}, half of one of the {stages} stages (or 0, to compress on none)",
-                f"technique.sc.fraction={1 / stages:.4g}",
-            )
         if sc.warmup_steps >= self.training.steps:
             yield Problem(
                 "technique.sc.warmup_steps",
@@ -352,42 +312,6 @@ class RunConfig:
         """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
         h, f, tp = self.model.hidden_size, self.model.ffn_width, self.parallel.tensor_parallel_size
         return [(3 * h // tp, h), (h, h // tp), (f // tp, h), (h, f // tp)]
-
-    def _cb_problems(self) -> Iterator[Problem]:
-        cb = self.technique.cb
-        if not cb.enabled:
-            return
-        if self.parallel.pipeline_parallel_size == 1:
-            yield Problem(
-                "technique.cb.enabled",
-                True,
-                "parallel.pipeline_parallel_size above 1: with one stage there are no stage-to-stage messages",
-                "parallel=pp4, or technique=baseline",
-            )
-            return
-        if isinstance(cb.codec, IdentityConfig):
-            yield Problem(
-                "technique.cb.codec",
-                cb.codec.name,
-                "a codec that compresses, while technique.cb.enabled is true",
-                "codec@technique.cb.codec=low_rank, or technique=baseline",
-            )
-        if isinstance(cb.codec, TopKConfig) and (cb.codec.density is None) == (cb.codec.match_rank is None):
-            given = cb.codec.density is not None
-            yield Problem(
-                "technique.cb.codec.density",
-                cb.codec.density,
-                "null while technique.cb.codec.match_rank is set" if given else "a share, or set match_rank",
-                "technique.cb.codec.match_rank=null" if given else "technique.cb.codec.density=0.01",
-            )
-        if cb.flushes and not cb.compress_forward and self._most_compressed_per_boundary() == 0:
-            yield Problem(
-                "technique.cb.residual",
-                cb.residual,
-                "carry or reset: every boundary compresses one message per mini-batch here, and flush sends that "
-                "one uncompressed, so nothing would be compressed",
-                "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
-            )
 
 
 def _size_key(codec: CodecConfig) -> str:

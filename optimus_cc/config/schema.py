@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-strict = partial(dataclass, kw_only=True, frozen=True, config=ConfigDict(extra="forbid", strict=True))
-"""Decorator for every configuration dataclass."""
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def strict(cls: type[T]) -> type[T]:
+    """Decorator for every configuration dataclass."""
+    return cast(type[T], dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid", strict=True))(cls))
+
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

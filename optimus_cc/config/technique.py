@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from optimus_cc.config.codec import CodecConfig, IdentityConfig, LowRankConfig, TopKConfig
+from optimus_cc.config.errors import Problem
+from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.schema import Name, NonNegativeInt, PositiveFloat, PositiveInt, strict
+from optimus_cc.exposure import Schedule, stages_to_compress
 
 
 @strict
@@ -34,12 +38,67 @@ class CompressedBackpropagationConfig:
         """The last message of each boundary and mini-batch carries all that was left out, uncompressed."""
         return self.lazy_error_propagation and self.residual == "flush"
 
+    def compressed_counts(self, schedule: Schedule) -> dict[int, int]:
+        """Backward messages that one mini-batch of ``schedule`` compresses, by virtual boundary."""
+        return schedule.compressed_counts(epilogue_only=self.epilogue_only, flush=self.flushes)
+
+    def problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
+        """Why this can't work in a layout, or would compress nothing."""
+        if not self.enabled:
+            return
+        if parallel.pipeline_parallel_size == 1:
+            yield Problem(
+                "technique.cb.enabled",
+                True,
+                "more than one pipeline stage (parallel.pipeline_parallel_size): with one there are no messages",
+                "parallel=pp4, or technique=baseline",
+            )
+        if isinstance(self.codec, IdentityConfig):
+            yield Problem(
+                "technique.cb.codec",
+                self.codec.name,
+                "a codec that compresses, while technique.cb.enabled is true",
+                "codec@technique.cb.codec=low_rank, or technique=baseline",
+            )
+        if isinstance(self.codec, TopKConfig) and (self.codec.density is None) == (self.codec.match_rank is None):
+            given = self.codec.density is not None
+            yield Problem(
+                "technique.cb.codec.density",
+                self.codec.density,
+                "null while technique.cb.codec.match_rank is set" if given else "a share, or set match_rank",
+                "technique.cb.codec.match_rank=null" if given else "technique.cb.codec.density=0.01",
+            )
+
+    def schedule_problems(self, schedule: Schedule) -> Iterator[Problem]:
+        """Why mini-batches of ``schedule`` would compress nothing."""
+        if not self.enabled or not self.flushes or self.compress_forward or schedule.pipeline_parallel_size == 1:
+            return
+        if not any(self.compressed_counts(schedule).values()):
+            yield Problem(
+                "technique.cb.residual",
+                self.residual,
+                "carry or reset: every boundary compresses one message per mini-batch here, and flush sends that "
+                "one uncompressed, so nothing would be compressed",
+                "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
+            )
+
 
 @strict
 class FusedEmbeddingConfig:
     """FE: the tied embedding's two all-reduces become one (Optimus-CC)."""
 
     enabled: bool = False
+
+    def problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
+        """Why there is nothing to fuse in a layout."""
+        if self.enabled and parallel.pipeline_parallel_size == 1:
+            yield Problem(
+                "technique.fe.enabled",
+                True,
+                "more than one pipeline stage (parallel.pipeline_parallel_size): one holds one copy of the embedding, "
+                "so there is nothing to fuse",
+                "parallel=pp4_dp2, or technique.fe.enabled=false",
+            )
 
 
 @strict
@@ -66,6 +125,33 @@ class SelectiveStageCompressionConfig:
         rank = min(self.codec.rank, rows, columns)
         return rows * columns >= self.min_compression_ratio * rank * (rows + columns)
 
+    def problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
+        """Why this can't work in a layout, or would compress nothing."""
+        if not self.enabled:
+            return
+        if not isinstance(self.codec, LowRankConfig):
+            yield Problem(
+                "technique.sc.codec",
+                self.codec.name,
+                "low_rank, while technique.sc.enabled is true",
+                "codec@technique.sc.codec=low_rank, or technique.sc.enabled=false",
+            )
+        if parallel.data_parallel_size == 1:
+            yield Problem(
+                "technique.sc.enabled",
+                True,
+                "more than one data-parallel rank (parallel.data_parallel_size): with one no gradient is reduced",
+                "parallel=pp4_dp2, or technique.sc.enabled=false",
+            )
+        stages = parallel.pipeline_parallel_size
+        if self.fraction > 0 and stages_to_compress(stages, self.fraction) == 0:
+            yield Problem(
+                "technique.sc.fraction",
+                self.fraction,
+                f"at least {0.5 / stages:.4g}, half of one of the {stages} stages (or 0, to compress on none)",
+                f"technique.sc.fraction={1 / stages:.4g}",
+            )
+
 
 @strict
 class TechniqueConfig:
@@ -75,6 +161,12 @@ class TechniqueConfig:
     cb: CompressedBackpropagationConfig = CompressedBackpropagationConfig()
     fe: FusedEmbeddingConfig = FusedEmbeddingConfig()
     sc: SelectiveStageCompressionConfig = SelectiveStageCompressionConfig()
+
+    def problems(self, parallel: ParallelConfig) -> Iterator[Problem]:
+        """Why a technique can't work in a layout, or would compress nothing: all that both alone decide."""
+        yield from self.cb.problems(parallel)
+        yield from self.fe.problems(parallel)
+        yield from self.sc.problems(parallel)
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from optimus_cc.config import RunConfig
+from optimus_cc.config.technique import CompressedBackpropagationConfig, FusedEmbeddingConfig, TechniqueConfig
 from tests.configurations import SEQUENCE, VOCABULARY, low_rank, tiny
 from tests.ranks import RankPool
 from tests.training_runs import backend_in_world, random_tokens
@@ -146,18 +147,57 @@ def test_loop_may_set_its_finalizer_after_attach(ranks: RankPool, fused: bool) -
     assert all(ranks.run(4, _loop_sets_its_own_finalizer, tiny(layout, technique)))
 
 
-def _attach_on_one_stage(config: RunConfig) -> str:
+def _refusals(config: RunConfig, techniques: list[TechniqueConfig], **settings: Any) -> list[str]:
+    from megatron.core.utils import get_model_config
+
     from optimus_cc.communication.attach import attach
 
     trainer = _trainer(config)
-    technique = tiny("pp2", low_rank()).technique
-    try:
-        attach(technique, trainer.model)
-    except ValueError as error:
-        return str(error)
-    return ""
+    trainer.attachment.detach()
+    for name, value in settings.items():
+        setattr(get_model_config(trainer.model[0]), name, value)
+    messages = []
+    for technique in techniques:
+        with pytest.raises(ValueError, match="allowed is") as caught:
+            attach(technique, trainer.model)
+        messages.append(str(caught.value))
+    return messages
+
+
+CB = tiny("pp4", low_rank()).technique
+IDENTITY = TechniqueConfig(cb=CompressedBackpropagationConfig(enabled=True))
 
 
 @pytest.mark.megatron
-def test_one_stage_is_refused_with_the_reason(ranks: RankPool) -> None:
-    assert "more than one pipeline stage" in ranks.run(1, _attach_on_one_stage, tiny("single"))[0]
+def test_what_can_not_work_is_refused_with_the_reason(ranks: RankPool) -> None:
+    """As when a run is composed."""
+    (messages,) = ranks.run(1, _refusals, tiny("single"), [CB, TechniqueConfig(fe=FusedEmbeddingConfig(enabled=True))])
+    assert all("more than one pipeline stage" in message for message in messages)
+    for messages in ranks.run(2, _refusals, tiny("pp2"), [IDENTITY]):
+        assert "a codec that compresses" in messages[0]
+    for settings in ({"overlap_p2p_comm": False}, {"batch_p2p_comm": True}):
+        for messages in ranks.run(2, _refusals, tiny("pp2_v2_overlap"), [TechniqueConfig(), CB], **settings):
+            assert all("batch_p2p" in message and "overlap_p2p" in message for message in messages)
+
+
+def _too_few_to_flush(config: RunConfig, flushing: TechniqueConfig) -> list[str]:
+    """What is raised by evaluation and by training, with so few messages that flush sends every one uncompressed."""
+    from optimus_cc.communication.attach import attach
+
+    trainer = _trainer(config)
+    trainer.attachment.detach()
+    trainer.attachment = attach(flushing, trainer.model)
+    trainer.validate(trainer.batches_for_chunks(random_tokens(config), 0), 1)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nothing would be compressed") as caught:
+            trainer.train_step(trainer.batches_for_chunks(random_tokens(config), 0))
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.megatron
+def test_flush_that_compresses_nothing_is_refused_when_it_trains(ranks: RankPool) -> None:
+    flushing = tiny("pp4", low_rank(residual="flush")).technique
+    for messages in ranks.run(2, _too_few_to_flush, tiny("pp2"), flushing):
+        assert all("technique.cb.residual" in message for message in messages)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc.config import RunConfig, load
+from optimus_cc.config import RunConfig
+from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.exposure import stages_to_compress
 from tests.configurations import HIDDEN, VOCABULARY, low_rank, tiny
 from tests.ranks import RankPool
@@ -465,14 +467,13 @@ def test_what_is_applied_and_what_is_kept_is_what_there_was(dtype: torch.dtype, 
         assert float(total.norm()) > 1
 
 
-def _refusal(config: RunConfig, technique: dict[str, Any]) -> str:
+def _refusal(config: RunConfig, technique: TechniqueConfig) -> str:
     from optimus_cc.communication.attach import attach
 
     trainer = built(config)
     trainer.attachment.detach()
-    checked = load({**tiny("dp2").to_mapping(), "technique": technique}).technique if technique else config.technique
     try:
-        attach(checked, trainer.model)
+        attach(technique, trainer.model)
     except ValueError as error:
         return str(error)
     return ""
@@ -480,7 +481,11 @@ def _refusal(config: RunConfig, technique: dict[str, Any]) -> str:
 
 @pytest.mark.megatron
 def test_what_can_not_help_is_refused(ranks: RankPool) -> None:
-    assert "more than one data-parallel rank" in ranks.run(1, _refusal, tiny("single"), sc())[0]
+    technique = tiny("dp2", sc()).technique
+    assert "more than one data-parallel rank" in ranks.run(1, _refusal, tiny("single"), technique)[0]
+    unreachable = replace(technique, sc=replace(technique.sc, min_compression_ratio=100.0))
+    for message in ranks.run(2, _refusal, tiny("dp2"), unreachable):
+        assert "rank 2 save less than min_compression_ratio=100.0 on every matrix of this stage" in message
 
 
 @pytest.mark.parametrize(

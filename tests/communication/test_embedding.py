@@ -225,6 +225,36 @@ def test_one_stage_and_untied_embeddings_are_refused_on_every_rank(ranks: RankPo
         assert "tied embeddings" in message
 
 
+def _cut_differently(config: RunConfig) -> str:
+    """The last stage's copy lies in one bucket with other weights, the first stage's in one of its own."""
+    from megatron.core import parallel_state
+
+    from optimus_cc.training import model
+
+    build = model._build_chunk
+
+    def build_last_stage_unmarked(*args: Any) -> Any:
+        chunk: Any = build(*args)
+        if parallel_state.is_pipeline_last_stage():
+            chunk.shared_embedding_or_output_weight().shared_embedding = False
+        return chunk
+
+    model._build_chunk = build_last_stage_unmarked  # type: ignore[assignment]
+    try:
+        built(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.megatron
+def test_shards_that_are_cut_differently_are_refused_on_every_rank(ranks: RankPool) -> None:
+    messages = ranks.run(4, _cut_differently, tiny(PP2_DP2, FE, parallel=SHARDED))
+    assert "both copies must be cut alike" in messages[0]
+    assert len(set(messages)) == 1
+    assert ranks.run(4, _cut_differently, tiny(PP2_DP2, FE)) == [""] * 4, "whole copies are not cut"
+
+
 def _forgetful(config: RunConfig) -> dict[str, Any]:
     """A fused synchronisation that never synchronises."""
     from optimus_cc.communication.embedding import FusedEmbeddingSync

@@ -132,9 +132,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("parallel=single", "technique.cb.enabled", "technique=baseline"),
     ("codec@technique.cb.codec=identity", "technique.cb.codec", "a codec that compresses"),
     ("parallel=pp2 technique.cb.residual=flush", "technique.cb.residual", "technique.cb.residual=reset"),
-    ("technique=fe parallel=dp2", "technique.fe.enabled", "pipeline_parallel_size above 1"),
+    ("technique=fe parallel=dp2", "technique.fe.enabled", "more than one pipeline stage"),
     ("technique=fe model.tied_embeddings=false", "technique.fe.enabled", "tied_embeddings = true"),
-    ("technique=sc", "technique.sc.enabled", "data_parallel_size above 1"),
+    ("technique=sc", "technique.sc.enabled", "more than one data-parallel rank"),
     (
         "technique=sc parallel=pp4_dp2 codec@technique.sc.codec=identity",
         "technique.sc.codec",
