@@ -43,11 +43,18 @@ class Attachment:
         self.meter = meter
 
     def forward_backward_func(self, **kwargs: Any) -> Any:
-        """Megatron-core's forward-backward function with this plan's communicator bound; same arguments and result."""
+        """Megatron-core's forward-backward function with this plan's communicator bound; same arguments and result.
+
+        Raises:
+            ValueError: a communicator or process groups are given, in a layout with pipeline stages.
+        """
         schedule = get_forward_backward_func()
         self._finalizer.install()
         if self._communicator is None:
             return schedule(**kwargs)
+        for name in ("p2p_communicator", "pg_collection"):  # loops that can take them pass None on
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"{name} must be None: a plan brings its own, made from megatron.core.parallel_state")
         self._communicator.begin(kwargs["num_microbatches"], kwargs.get("forward_only", False))
         result = schedule(**kwargs, p2p_communicator=self._communicator, pg_collection=self._groups)
         self._communicator.end()

@@ -203,7 +203,9 @@ class CompressedP2PCommunicator(P2PCommunicator):
                 raise ScheduleMismatch(f"a {tensor.dtype} message where pipeline_dtype is {self.config.pipeline_dtype}")
             stream = self._stream(f"{direction}.{message.boundary}")
             out, changed = stream.encode(out.detach(), remember=False).data, True
-            if not (message.last and self.technique.residual == "reset"):  # that residual would be dropped unseen
+            if message.last and self.technique.residual == "reset":
+                stream.reset()  # that residual would be dropped unseen
+            else:
                 self._to_remember.append(stream)
         elif message is not None and direction == "backward" and self.technique.flushes and message.last:
             out = self._stream(f"{direction}.{message.boundary}").flush(out.detach())

@@ -16,7 +16,8 @@ GROUPS = {
     "tokenizer": "text to tokens",
     "optimizer": "optimizer and learning-rate schedule",
     "training": "length, batches, precision, validation",
-    "cluster": "the machines",
+    "cluster": "the machines and their links",
+    "benchmark": "what task=benchmark measures",
     "launcher": "how ranks are started",
     "tracking": "a copy of the metrics elsewhere",
 }

@@ -10,6 +10,18 @@ from optimus_cc.config.schema import NonNegativeInt, PositiveFloat, PositiveInt,
 
 
 @strict
+class CheckpointConfig:
+    """When a run saves what it needs to go on; it always does at its end and when it is asked to stop."""
+
+    interval_steps: PositiveInt | None = None
+    """Steps between checkpoints; null: by time only."""
+    interval_minutes: PositiveFloat | None = 15.0
+    """Minutes since the last checkpoint after which the next one is due; null: by steps only."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that are kept, the newest ones."""
+
+
+@strict
 class TrainingConfig:
     steps: PositiveInt
     """Optimizer steps."""
@@ -33,3 +45,6 @@ class TrainingConfig:
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     data_workers: NonNegativeInt = 0
     """Processes that read batches ahead, per rank."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume_from: str | None = None
+    """A checkpoint of another run (``runs/ID/checkpoints/step_N``), from which this one goes on, in any layout."""

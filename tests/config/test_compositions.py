@@ -288,6 +288,8 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         **{f"ablation={name}": "parallel=pp4_dp2" for name in DIFFERENCES if name.startswith("sc_")},
         "ablation=cb_fe_sc": "parallel=pp4_dp2",
         "codec=identity": "technique.cb.enabled=false",
+        "task=benchmark": "benchmark=cost",
+        **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
     }
     for option in options(group):
         choice = f"{group}={option}"

@@ -47,6 +47,16 @@ WRONG: list[tuple[str, str, str]] = [
     ("model.name=gpt_mini", "model.name", "fix:     model=gpt_mini"),
     ("data.name=jsonl", "data.name", "fix:     data=jsonl"),
     ("technique.cb=true", "technique.cb", "technique.cb.KEY=VALUE"),
+    # benchmarks
+    ("task=benchmark", "benchmark", "fix:     benchmark=cost"),
+    ("benchmark=links", "benchmark", "fix:     task=benchmark"),
+    ("task=benchmark benchmark=cost benchmark.measure=[cb,fee]", "benchmark.measure", "did you mean fe?"),
+    ("task=benchmark benchmark=cost benchmark.measure=[sc]", "benchmark.measure", "data_parallel_size above 1"),
+    ("task=benchmark benchmark=links benchmark.max_bytes=2000", "benchmark.max_bytes", "at least"),
+    ("task=benchmark benchmark=links parallel=single technique=baseline", "parallel", "more than one rank"),
+    ("task=benchmark benchmark=links benchmark.cluster_file=pyproject.toml", "benchmark.cluster_file", "NAME.yaml"),
+    ("task=benchmark benchmark=links benchmark.cluster_file=no/a.yaml", "benchmark.cluster_file", "mkdir -p no"),
+    ("task=benchmark benchmark=codecs benchmark.ranks=[]", "benchmark.ranks", "a list of at least 1"),
     # syntax
     ("model", "command line", "model=VALUE"),
     ("model==gpt_mini", "command line", "KEY=VALUE"),
