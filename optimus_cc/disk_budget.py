@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optimus_cc.config.model import padded_vocabulary_size
 from optimus_cc.config.run import RunConfig
-from optimus_cc.exposure_report import memory_by_rank, vocabulary_size
+from optimus_cc.stage_traffic import memory_by_rank, vocabulary_size
 
 _FP32_BYTES = 4
 _RANK_FILE_BYTES = 30_000

@@ -27,7 +27,7 @@ from optimus_cc.config import RunConfig
 from optimus_cc.config.benchmark import CostConfig, measured_techniques
 from optimus_cc.config.model import padded_vocabulary_size
 from optimus_cc.config.technique import TechniqueConfig
-from optimus_cc.exposure_report import vocabulary_size
+from optimus_cc.stage_traffic import vocabulary_size
 from optimus_cc.training.backend import Backend, seed_everything
 from optimus_cc.training.model import build_model
 
