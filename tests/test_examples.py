@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def _run(script: str, *arguments: str, timeout_s: float = 300.0) -> str:
+def _run(script: str, *arguments: str) -> str:
     """What a script prints when it is started as the first lines of its docstring say, with more arguments."""
     path = ROOT / "examples" / script
     documented = ast.get_docstring(ast.parse(path.read_text()))
@@ -27,9 +27,15 @@ def _run(script: str, *arguments: str, timeout_s: float = 300.0) -> str:
     assert found, f"{script} does not say how it is started"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(found[1]), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=900)
+        except BaseException:
+            process.terminate()  # torchrun ends its ranks when it is asked to; killed, it would leave them behind
+            raise
+    assert process.returncode == 0, errors[-3000:]
+    return output
 
 
 @pytest.mark.megatron
@@ -56,7 +62,7 @@ needs_megatron_training = pytest.mark.skipif(
 
 @functools.cache
 def _megatron_lm(technique: str) -> str:
-    return _run("attach_to_megatron_lm.py", "--technique", technique, timeout_s=900.0)
+    return _run("attach_to_megatron_lm.py", "--technique", technique)
 
 
 def _training(output: str) -> list[tuple[int, str, str]]:
