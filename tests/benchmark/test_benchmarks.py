@@ -93,7 +93,12 @@ def test_links(tmp_path: Path) -> None:
 
 def test_codecs(tmp_path: Path) -> None:
     output, folder, result = measure(
-        tmp_path, "benchmark=codecs", "benchmark.repetitions=2", "benchmark.ranks=[1,2]", "benchmark.shapes=[[8,16]]"
+        tmp_path,
+        "benchmark=codecs",
+        "parallel=pp2",
+        "benchmark.repetitions=2",
+        "benchmark.ranks=[1,2]",
+        "benchmark.shapes=[[8,16]]",
     )
     assert [(row["codec"], row["rank"]) for row in result["codecs"]] == [
         ("low_rank", 1),
