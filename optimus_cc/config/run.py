@@ -32,7 +32,7 @@ _UNSCIENTIFIC = {
     "technique": {"name"},
     "data": {"cache_dir", "path", "weights"},
     "tokenizer": {"path", "vocab_file", "merges_file"},
-    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers"},
+    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers", "probes"},
 }
 """Keys of the scientific groups that do not change what a run computes, or that are replaced by a fingerprint."""
 
@@ -270,6 +270,7 @@ class RunConfig:
         yield from self._cb_problems()
         yield from self._fe_problems()
         yield from self._sc_problems()
+        yield from self._probes_problems()
 
     def _fe_problems(self) -> Iterator[Problem]:
         if not self.technique.fe.enabled:
@@ -371,6 +372,30 @@ class RunConfig:
                 "carry or reset: every boundary compresses one message per mini-batch here, and flush sends that "
                 "one uncompressed, so nothing would be compressed",
                 "technique.cb.residual=reset, technique.cb.epilogue_only=false, or more stages and micro-batches",
+            )
+
+    def _probes_problems(self) -> Iterator[Problem]:
+        probes, cb = self.training.probes, self.technique.cb
+        yield from probes.problems(self.training.steps)
+        if not probes.error_independence:
+            return
+        if not cb.enabled:
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "false while technique.cb.enabled is false: nothing is left out of a message",
+                "technique=cb, or training.probes.error_independence=false",
+            )
+        elif not any(
+            message.is_compressed(epilogue_only=cb.epilogue_only, flush=cb.flushes) and not message.last
+            for rank in range(self.parallel.pipeline_parallel_size)
+            for message in self.schedule.sent_backward(rank)
+        ):
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "a layout in which some boundary compresses a message that another one follows in the mini-batch",
+                "technique.cb.epilogue_only=false, or more stages and micro-batches",
             )
 
 

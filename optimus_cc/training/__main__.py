@@ -79,7 +79,15 @@ def _train(path: Path, report: Report) -> int:
             pin_memory=backend.is_cuda,
         )
 
-    result = loop.run(trainer, source(train_set), source(validation_set), record, heartbeat=report.beat, stop=stop)
+    result = loop.run(
+        trainer,
+        source(train_set),
+        source(validation_set),
+        record,
+        heartbeat=report.beat,
+        stop=stop,
+        trace_path=folder.trace_path,
+    )
     if isinstance(result, loop.Stopped):
         print(f"stopped at step {result.step}: asked to", flush=True)
         _leave_at_once(EXIT_PREEMPTED)
