@@ -7,6 +7,7 @@
 - ``status.json``      :class:`Status`
 - ``metrics.jsonl``    one JSON object per record, with ``kind`` and ``step`` (see :mod:`optimus_cc.records`)
 - ``summary.json``     the result, written by the trainer when it is through
+- ``trace.json``       one step as it was measured, if ``training.probes.trace_step`` asks for it
 - ``logs/``            ``rank_N.log`` and what ranks report to their supervisor
 - ``checkpoints/``, ``evaluation/``
 - ``attempts/N/``      logs and metrics of attempts that did not finish
@@ -134,6 +135,7 @@ class RunFolder:
         self.status_path = self.path / "status.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
+        self.trace_path = self.path / "trace.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.evaluation = self.path / "evaluation"

@@ -35,7 +35,7 @@ _UNSCIENTIFIC = {
     "technique": {"name"},
     "data": {"cache_dir", "path", "weights"},
     "tokenizer": {"path", "vocab_file", "merges_file"},
-    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers", "checkpoint"},
+    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers", "checkpoint", "probes"},
 }
 """Keys of the scientific groups that do not change what a run computes, or that are replaced by a fingerprint."""
 
@@ -202,6 +202,7 @@ class RunConfig:
         yield from self._batch_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()
+        yield from self._probes_problems()
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
@@ -312,6 +313,30 @@ class RunConfig:
         """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
         h, f, tp = self.model.hidden_size, self.model.ffn_width, self.parallel.tensor_parallel_size
         return [(3 * h // tp, h), (h, h // tp), (f // tp, h), (h, f // tp)]
+
+    def _probes_problems(self) -> Iterator[Problem]:
+        probes, cb = self.training.probes, self.technique.cb
+        yield from probes.problems(self.training.steps)
+        if not probes.error_independence:
+            return
+        if not cb.enabled:
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "false while technique.cb.enabled is false: nothing is left out of a message",
+                "technique=cb, or training.probes.error_independence=false",
+            )
+        elif not any(
+            message.is_compressed(epilogue_only=cb.epilogue_only, flush=cb.flushes) and not message.last
+            for rank in range(self.parallel.pipeline_parallel_size)
+            for message in self.schedule.sent_backward(rank)
+        ):
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "a layout in which some boundary compresses a message that another one follows in the mini-batch",
+                "technique.cb.epilogue_only=false, or more stages and micro-batches",
+            )
 
 
 def _size_key(codec: CodecConfig) -> str:

@@ -86,6 +86,7 @@ def _train(path: Path, report: Report) -> int:
         stop=stop,
         saver=saver,
         resumed=resumed,
+        trace_path=folder.trace_path,
     )
     if isinstance(result, loop.Stopped):
         print(f"stopped at step {result.step}: asked to; a checkpoint is there", flush=True)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from optimus_cc.training.backend import Backend
 from optimus_cc.training.history import History, perplexity
 from optimus_cc.training.model import build_model
 from optimus_cc.training.optimizer import build_optimizer
+from optimus_cc.training.probes import Probes
 
 Batch = dict[str, torch.Tensor]
 BatchSource = Callable[[int], Iterator[Batch]]
@@ -116,7 +118,8 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(batches, self.config.num_microbatches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        with self.attachment.probe.span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         self.step += 1
         return self._mean(losses), 0.0 if grad_norm is None else float(grad_norm)
@@ -219,6 +222,7 @@ def run(
     stop: StopRequest | None = None,
     saver: Saver | None = None,
     resumed: Mapping[str, Any] | None = None,
+    trace_path: Path | None = None,
 ) -> dict[str, Any] | Stopped:
     """Train to the configured number of steps, or until asked to stop.
 
@@ -227,6 +231,7 @@ def run(
         heartbeat: called after each step and each validation batch.
         saver: saves when it is due, before an early stop, and at the end.
         resumed: what it was given to save along with the trainer, when this one goes on from there.
+        trace_path: where the trace of training.probes.trace_step goes.
 
     Returns:
         the summary, or where training stopped.
@@ -236,6 +241,7 @@ def run(
     """
     training = trainer.config.training
     history = History(trainer)
+    probes = Probes(trainer, trace_path)
     validated: dict[str, Any] = {}
     validation_due = False
     if resumed is not None:
@@ -268,7 +274,8 @@ def run(
             validation_due = False
         if trainer.step >= training.steps:
             break
-        history.add(*trainer.train_step(batches))
+        with probes.step(history, record):
+            history.add(*trainer.train_step(batches))
         heartbeat()
         last = trainer.step == training.steps
         if trainer.step % training.log_interval == 0 or last:

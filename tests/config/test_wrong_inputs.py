@@ -148,6 +148,33 @@ WRONG: list[tuple[str, str, str]] = [
         "technique.sc.codec.rank",
         "technique.sc.codec.rank=8",
     ),
+    # probes that could measure nothing
+    ("training.probes.trace_step=301", "training.probes.trace_step", "at most training.steps = 300"),
+    (
+        "training.probes.phases=true training.probes.interval_steps=301",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=300",
+    ),
+    (
+        "training.probes.memory=true training.probes.interval_steps=300",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=299",
+    ),
+    (
+        "training.probes.memory=true training.probes.phases=true training.probes.interval_steps=1",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=2",
+    ),
+    (
+        "technique=baseline training.probes.error_independence=true",
+        "training.probes.error_independence",
+        "technique=cb",
+    ),
+    (
+        "parallel=pp2 training.probes.error_independence=true",
+        "training.probes.error_independence",
+        "technique.cb.epilogue_only=false",
+    ),
     ("+ablation=baseline technique.fe.enabled=true", "technique.fe.enabled", "false, which ablation=baseline is about"),
     ("technique=baseline +ablation=cb_no_epilogue", "technique", "cb, which ablation=cb_no_epilogue is about"),
     (
