@@ -127,6 +127,11 @@ def attach(
     problems = [*layout.message_problems(), *technique.problems(layout)]
     if problems:
         raise ValueError("; ".join(problem.sentence for problem in problems))
+    if _captures_iterations(config):
+        raise ValueError(
+            "a CUDA graph of a whole iteration repeats what one step decided, and a plan decides at every step: "
+            "cuda_graph_impl and cuda_graph_scope must not be full_iteration"
+        )
     own_meter = meter is None
     meter = TrafficMeter.for_megatron() if meter is None else meter
     groups = _schedule_groups()
@@ -159,6 +164,14 @@ def attach(
     if own_meter:
         meter.observe()
     return Attachment(communicator, groups, meter, factored, finalizer, restores, probe)
+
+
+def _captures_iterations(config: Any) -> bool:
+    """Whether Megatron-core makes a CUDA graph of all of a step; it says so in another field in each version."""
+    scope = getattr(config, "cuda_graph_scope", None) or ()
+    scopes = scope if isinstance(scope, (list, tuple)) else (scope,)
+    said = [getattr(config, "cuda_graph_impl", None), *(getattr(part, "name", part) for part in scopes)]
+    return "full_iteration" in said
 
 
 class _Finalizer:
