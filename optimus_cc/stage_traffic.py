@@ -23,7 +23,7 @@ from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE, BpeTokenizerConfig
 from optimus_cc.exposure import Message, stages_to_compress
 from optimus_cc.gradient_buckets import gradient_buckets
 from optimus_cc.stage_parameters import StageParameters, Weight, stage_parameters
-from optimus_cc.wire_size import matrix_shape, wire_nbytes
+from optimus_cc.wire_size import message_matrix, wire_nbytes
 
 _GRADIENT_BYTES = 4  # gradients are kept and reduced in fp32
 _MEMORY_BYTES = 4  # so are error memories and queries
@@ -186,7 +186,7 @@ def _messages(config: RunConfig, backward: Sequence[Message], forward: Sequence[
     if cb.lazy_error_propagation and compressed:
         memory += math.prod(config.message_shape) * _MEMORY_BYTES
     if isinstance(cb.codec, LowRankConfig) and cb.codec.warm_start:
-        rows, columns = matrix_shape(config.message_shape)
+        rows, columns = message_matrix(config.message_shape)
         query = 2 * columns * min(cb.codec.rank, rows, columns) * _MEMORY_BYTES
         memory += query * (bool(compressed) + bool(forward_compressed))
     return {

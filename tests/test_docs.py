@@ -177,7 +177,9 @@ def test_command_lines_compose(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     for name in re.findall(r"data\.path=(\S+)", line):
         Path(name).write_text('{"text": "a"}\n')
     arguments, _ = compose.parse(shlex.split(line))
-    if not arguments.help:
+    if compose.asks_for_information(arguments):  # shown as it is, unchecked
+        assert compose._Composer.of(arguments).load(arguments.overrides)
+    elif not arguments.help:
         assert composed(line)
 
 

@@ -16,7 +16,7 @@ from optimus_cc.compression.low_rank import LowRank
 from optimus_cc.compression.top_k import TopK
 from optimus_cc.config import RunConfig
 from optimus_cc.config.benchmark import CodecsConfig
-from optimus_cc.wire_size import matrix_shape
+from optimus_cc.wire_size import message_matrix
 
 WARMUP = 3
 
@@ -30,7 +30,7 @@ def measure(
         for each of them GB/s of the uncompressed tensor, and how many times a copy's time encoding and decoding take.
     """
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
-    shapes = benchmark.shapes or (matrix_shape(config.message_shape),)
+    shapes = benchmark.shapes or (message_matrix(config.message_shape),)
     cases: list[tuple[tuple[int, int], str, Codec, int]] = [
         (shape, name, codec, rank)
         for shape in shapes
