@@ -303,8 +303,8 @@ def test_finished_is_not_run_again(config: RunConfig, monkeypatch: pytest.Monkey
 
 
 def test_probes_make_no_other_experiment(config: RunConfig) -> None:
-    probes = dataclasses.replace(config.training.probes, memory=True, phases=True, interval_steps=2, trace_step=3)
-    probed = _changed(config, training=dataclasses.replace(config.training, probes=probes))
+    probes = _changed(config.training.probes, memory=True, phases=True, interval_steps=2, trace_step=3)
+    probed = _changed(config, training=_changed(config.training, probes=probes))
     with claim(config) as run:  # is interrupted
         run.update(state="failed", cause="x", step=1)
     with claim(probed) as run:
