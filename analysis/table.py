@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from optimus_cc.runs import BENCHMARKS, RunFolder, traffic_per_step
+from optimus_cc.runs import NOT_RUNS, RunFolder, traffic_per_step
 
 FIRST_CLASSES = ("pipeline_backward", "pipeline_forward")
 """Traffic classes that are always shown, first."""
@@ -36,7 +36,7 @@ def collect(runs_dir: Path, filters: Sequence[str] = ()) -> tuple[list[Row], lis
         folders = sorted(
             entry
             for entry in runs_dir.iterdir()
-            if entry.is_dir() and not entry.name.startswith(".") and entry.name != BENCHMARKS
+            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in NOT_RUNS
         )
     except OSError as error:
         return [], [f"{runs_dir}: {error.strerror}"]

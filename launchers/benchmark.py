@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 import socket
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
-from launchers.local import choose_device, relative, run_ranks
+from launchers import own_folder
+from launchers.local import choose_device, relative
 from launchers.progress import PLAIN_INTERVAL_S, Progress
 from launchers.supervise import Stop
-from optimus_cc import provenance
 from optimus_cc.benchmark import report
 from optimus_cc.config import RunConfig
 from optimus_cc.config.benchmark import CodecsConfig, LinksConfig, benchmark_notices
-from optimus_cc.records import JsonLinesTail
-from optimus_cc.runs import BENCHMARKS, RunFailed, RunFolder, write_origin
+from optimus_cc.runs import BENCHMARKS, RunFailed, RunFolder
 
 
 def benchmark(config: RunConfig) -> dict[str, Any]:
@@ -40,11 +38,10 @@ def benchmark(config: RunConfig) -> dict[str, Any]:
     device, notices = choose_device(config, ranks)
     progress = Progress(0)
     with Stop().on_signals() as stop:
-        folder = _make_folder(config, layout)
-        progress.print(f"benchmark  {config.benchmark.name}, {layout}: {ranks} rank{'s' * (ranks != 1)} on {device}")
-        progress.print(f"folder     {relative(folder.path)}")
-        for notice in (*notices, *benchmark_notices(config)):
-            progress.print(textwrap.fill(f"notice     {notice}", 118, subsequent_indent=" " * 11))
+        name = config.benchmark.name
+        folder = own_folder.make_folder(config, BENCHMARKS, f"{name}-{layout}")
+        told = (*notices, *benchmark_notices(config))
+        own_folder.show_heading(progress, "benchmark", f"{name}, {layout}", ranks, device, folder, told)
         _run(config, folder, ranks, device, stop, progress)
     result = folder.summary()
     if result is None:
@@ -55,49 +52,20 @@ def benchmark(config: RunConfig) -> dict[str, Any]:
     return result
 
 
-def rank_command(folder: RunFolder) -> list[str]:
-    return [sys.executable, "-m", "optimus_cc.benchmark", str(folder.path)]
-
-
-def _make_folder(config: RunConfig, layout: str) -> RunFolder:
-    """A new one: a measurement is never a repetition of another one."""
-    base = Path(config.runs_dir).absolute() / BENCHMARKS
-    base.mkdir(parents=True, exist_ok=True)
-    name = f"{config.benchmark.name}-{layout}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    while True:
-        path = base / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-    folder = RunFolder(path)
-    folder.logs.mkdir()
-    write_origin(folder, config, provenance.code_version())
-    return folder
-
-
 def _run(config: RunConfig, folder: RunFolder, ranks: int, device: str, stop: Stop, progress: Progress) -> None:
-    tail = JsonLinesTail(folder.metrics_path)
     shown = 0.0
 
-    def on_poll() -> None:
+    def on_records(records: list[dict[str, Any]]) -> None:
         nonlocal shown
-        records = tail.new_records()
-        if records and time.monotonic() - shown >= PLAIN_INTERVAL_S:
+        if time.monotonic() - shown >= PLAIN_INTERVAL_S:
             shown = time.monotonic()
             progress.phase(f"measuring: {records[-1]['done']}/{records[-1]['total']}")
-        progress.update(())
 
-    progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
+    command = [sys.executable, "-m", "optimus_cc.benchmark"]
     try:
-        run_ranks(rank_command(folder), ranks, config, device, folder, stop, on_poll)
+        own_folder.run(command, ranks, config, device, folder, stop, progress, on_records)
     except RunFailed as error:
-        details = "\n".join(filter(None, [error.details, f"  Folder: {relative(folder.path)}."]))
-        raise type(error)(f"the benchmark ended: {error.cause}", details) from None
-    finally:
-        progress.close()
+        raise type(error)(f"the benchmark ended: {error.cause}", error.details) from None
 
 
 def _write_cluster_files(

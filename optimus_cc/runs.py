@@ -51,8 +51,9 @@ HEARTBEAT_S = 10.0
 """A running run's status is renewed at least this often."""
 STALE_S = 120.0
 """A running status older than this has no owner any more."""
-BENCHMARKS = "benchmarks"
-"""The one folder beside the run folders that holds something else."""
+BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
+NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
+"""The folders beside the run folders that hold something else."""
 
 
 class RunFailed(RuntimeError):

@@ -250,7 +250,8 @@ class RunConfig:
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        if self.task.name in ("train", "benchmark") and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+        starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
+        if starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1:
             yield Problem(
                 "cluster.num_nodes",
                 self.cluster.num_nodes,
