@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from optimus_cc import exposure_report
+from optimus_cc import stage_traffic
 from optimus_cc.config import RunConfig
 from optimus_cc.process import is_communication_error
 from optimus_cc.selfcheck import plan
@@ -115,7 +115,7 @@ def _bytes(world: World, comparison: Comparison) -> str:
     for name, technique in techniques.items():
         if plan.obstacle(config, technique) is not None:
             continue
-        told = exposure_report.traffic(config.with_technique(technique))
+        told = stage_traffic.traffic(config.with_technique(technique))
         records = [record for record in world.trainings.recorded(technique).records if record["kind"] == "train"]
         with comparison.about(name):
             comparison.equal("number of training records", len(records), plan.STEPS)
@@ -318,7 +318,7 @@ def _same_everywhere(world: World, comparison: Comparison, tensors: State) -> No
                 sent: list[Any] = [tensors[name].cpu() if dist.get_rank() == origin else None]
                 dist.broadcast_object_list(sent, src=origin, group=world.verdicts)
                 if dist.get_rank() == rank:
-                    comparison.same_bits(f"{name}, beside rank {origin}'s,", tensors[name].cpu(), sent[0])
+                    comparison.same_bits(f"{name} (beside rank {origin}'s)", tensors[name].cpu(), sent[0])
                 return
 
 
