@@ -69,8 +69,8 @@ def selfcheck(config: RunConfig) -> dict[str, Any]:
     result = folder.summary()
     if result is None:
         raise RunFailed("the ranks ended without a verdict", f"  See their logs in {folder.logs}.")
-    if any(verdict["verdict"] == "FAILED" for verdict in verdicts):
-        raise _failed(verdicts, config, device, folder)
+    if any(verdict["verdict"] == "FAILED" for verdict in result["checks"]):
+        raise _failed(result["checks"], config, device, folder)
     print("every check that applies is ok")
     return result
 

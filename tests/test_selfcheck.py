@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from analysis.table import collect
 from launchers import own_folder
 from launchers import selfcheck as launcher
 from optimus_cc.config import RunConfig
@@ -35,6 +34,8 @@ Fault = Callable[[], Any]
 
 
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    from analysis.table import collect  # here, because ranks import this module and not its pandas
+
     command = [sys.executable, str(ROOT / "run.py"), "task=selfcheck", "parallel=pp2", "training.device=cpu"]
     result = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -43,7 +44,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     one_replica = {"stage_compression", "replicas"}
     for name, line in zip(NAMES, lines, strict=True):
         assert ("does not apply: " if name in one_replica else f"{name:<17}  ok  ") in line
-    assert "tolerance 1e-04" in result.stdout
+    assert "tolerance 1e-04" in " ".join(result.stdout.split())
     (path,) = (tmp_path / "runs" / "selfchecks").iterdir()
     summary = RunFolder(path).summary()
     assert summary is not None
@@ -171,13 +172,13 @@ def drifting_replica() -> Any:
 
 
 FAULTS: list[tuple[str, Fault, str]] = [
-    ("baseline", perturbed_gradient, "weight"),
+    ("baseline", perturbed_gradient, "step 1, "),
     ("messages", forgotten_residuals, "set of error memories"),
     ("messages", validation_that_resets, "after validation"),
     ("bytes", miscounting_meter, "embedding logical_bytes"),
     ("fused_embedding", unscaled_embedding, "step 1, gradient norm"),
     ("fused_embedding", forgotten_embedding, "step 1, gradient norm"),
-    ("fused_embedding", drifting_copy, "embedding's shard 0, beside rank"),
+    ("fused_embedding", drifting_copy, "embedding's shard 0 (beside rank"),
     ("stage_compression", no_warm_up, "rank 1 after a warm-up"),
     ("stage_compression", endless_warm_up, "fewer bytes are sent"),
     ("stage_compression", sum_for_mean, "full rank: step 1, gradient norm"),
@@ -240,7 +241,7 @@ def one_more_message_at_one_end() -> Any:
 
 @pytest.mark.megatron
 def test_ends_that_disagree_and_an_exception_hang_nobody(ranks: RankPool, tmp_path: Path) -> None:
-    config = plan.tiny(tiny("pp2", timeout_s=10.0))
+    config = plan.tiny(tiny("pp2", timeout_s=30.0))
     results = ranks.run(2, _verdicts, config, tmp_path, [("*", one_more_message_at_one_end.__name__)], timeout_s=600)
     assert results[0] == results[1]
     verdicts = {verdict["check"]: verdict for verdict in results[0]}

@@ -318,7 +318,7 @@ def _same_everywhere(world: World, comparison: Comparison, tensors: State) -> No
                 sent: list[Any] = [tensors[name].cpu() if dist.get_rank() == origin else None]
                 dist.broadcast_object_list(sent, src=origin, group=world.verdicts)
                 if dist.get_rank() == rank:
-                    comparison.same_bits(f"{name}, beside rank {origin}'s,", tensors[name].cpu(), sent[0])
+                    comparison.same_bits(f"{name} (beside rank {origin}'s)", tensors[name].cpu(), sent[0])
                 return
 
 
