@@ -16,7 +16,7 @@ reproduce: $(INSTALLED)
 	@$(RUN) -m analysis table
 
 test: $(INSTALLED)
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

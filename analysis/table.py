@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from optimus_cc.runs import RunFolder, traffic_per_step
+from optimus_cc.runs import NOT_RUNS, RunFolder, traffic_per_step
 
 FIRST_CLASSES = ("pipeline_backward", "pipeline_forward")
 """Traffic classes that are always shown, first."""
@@ -33,7 +33,11 @@ def collect(runs_dir: Path, filters: Sequence[str] = ()) -> tuple[list[Row], lis
     """
     rows, remarks = [], []
     try:
-        folders = sorted(entry for entry in runs_dir.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        folders = sorted(
+            entry
+            for entry in runs_dir.iterdir()
+            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in NOT_RUNS
+        )
     except OSError as error:
         return [], [f"{runs_dir}: {error.strerror}"]
     for path in folders:

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from launchers.progress import Progress, format_summary
 from launchers.supervise import Stop, last_lines, supervise
-from optimus_cc import process
+from optimus_cc import checkpoints, disk_budget, process
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFolder, RunPreempted, claim
@@ -37,9 +38,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     device, notices = choose_device(config)
     progress = Progress(config.training.steps)
     with Stop().on_signals() as stop, claim(config) as run:
-        for line in _heading(config, run, device):
+        disk = list(disk_budget.told(config, run.folder.path))
+        for line in (*_heading(config, run, device), *(f"disk    {line}" for warns, line in disk if not warns)):
             progress.print(line)
-        for notice in (*notices, *config.notices()):
+        for notice in (*notices, *config.notices(), *(line for warns, line in disk if warns)):
             progress.print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
         for note in run.notes:
             progress.print(f"note    {note}")
@@ -48,13 +50,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         return summary
 
 
-def choose_device(config: RunConfig) -> tuple[str, list[str]]:
-    """``cpu`` or ``cuda`` for all ranks, and what to say about the choice.
+def choose_device(config: RunConfig, ranks: int | None = None) -> tuple[str, list[str]]:
+    """``cpu`` or ``cuda`` for all ranks, and what to say about the choice; ``ranks``: if not those of the layout.
 
     Raises:
         ConfigError: training.device=cuda, and there are fewer usable GPUs than ranks.
     """
-    wanted, ranks = config.training.device, config.parallel.world_size
+    wanted, ranks = config.training.device, ranks or config.parallel.world_size
     if wanted == "cpu":
         return "cpu", []
     gpus = count_gpus()
@@ -111,7 +113,7 @@ def _heading(config: RunConfig, run: Claim, device: str) -> list[str]:
     training, ranks = config.training, config.parallel.world_size
     return [
         f"run     {run.folder.run_id}",
-        f"folder  {_relative(run.folder.path)}",
+        f"folder  {relative(run.folder.path)}",
         f"layout  {config.parallel.label}: {ranks} rank{'s' * (ranks != 1)} on {device}, {training.steps} steps of "
         f"{training.global_batch_size} x {config.model.sequence_length} tokens in {config.num_microbatches} "
         f"micro-batch{'es' * (config.num_microbatches != 1)}",
@@ -181,6 +183,7 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
 def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
     ranks = config.parallel.world_size
     tail = JsonLinesTail(run.folder.metrics_path)
+    tail.new_records()  # those of an earlier attempt are no news
     status = _StatusUpdates(run)
 
     def on_poll() -> None:
@@ -189,17 +192,7 @@ def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Pro
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
-        supervise(
-            rank_command(run.folder),
-            ranks,
-            log_dir=run.folder.logs,
-            stop=stop,
-            env={process.DEVICE: device, **_import_path()},
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.stop_grace_s,
-            timeout_s=config.training.timeout_s,
-            on_poll=on_poll,
-        )
+        run_ranks(rank_command(run.folder), ranks, config, device, run.folder, stop, on_poll)
     finally:
         progress.update(tail.new_records())
         progress.close()
@@ -207,6 +200,29 @@ def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Pro
     if summary is None:
         raise RunFailed("the ranks ended without a summary", f"  See their logs in {run.folder.logs}.")
     return summary
+
+
+def run_ranks(
+    command: list[str],
+    ranks: int,
+    config: RunConfig,
+    device: str,
+    folder: RunFolder,
+    stop: Stop,
+    on_poll: Callable[[], None],
+) -> None:
+    """Run ``command`` once per rank, on ``device``, as ``config`` says; see :func:`supervise`."""
+    supervise(
+        command,
+        ranks,
+        log_dir=folder.logs,
+        stop=stop,
+        env={process.DEVICE: device, **_import_path()},
+        threads_per_rank=config.launcher.threads_per_rank,
+        grace_s=config.launcher.stop_grace_s,
+        timeout_s=config.training.timeout_s,
+        on_poll=on_poll,
+    )
 
 
 def _import_path() -> dict[str, str]:
@@ -233,12 +249,14 @@ def _told(folder: RunFolder, step: int, error: RunFailed) -> tuple[str, str]:
     where = f"at step {step}" if step else "before the first step"
     by_request = error.cause.startswith(error.state)
     details = [error.details] if error.details else []
-    details.append(f"  Folder: {_relative(folder.path)}. The same command starts it again.")
+    last = checkpoints.newest(folder.checkpoints)
+    how = f"goes on from its checkpoint of step {last.step}" if last else "starts it again"
+    details.append(f"  Folder: {relative(folder.path)}. The same command {how}.")
     cause = f"{error.cause} {where}" if by_request else f"{error.state} {where}: {error.cause}"
     return f"{folder.run_id} {cause}", "\n".join(details)
 
 
-def _relative(path: Path) -> str:
+def relative(path: Path) -> str:
     """As short as it can be said from here."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 

@@ -56,7 +56,7 @@ class Progress:
     def update(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take new records, and redraw what changes with time. Call it often."""
         now = self._clock()
-        for record in records:
+        for record in _since_resume(list(records)):
             if record.get("kind") == "train":
                 self._last = record
                 if self._first is None:
@@ -66,6 +66,9 @@ class Progress:
                 loss, perplexity = number(record.get("loss")), number(record.get("perplexity"))
                 step = _whole(record.get("step"))
                 self.print(f"validation at step {step}/{self._total}  loss {loss}  token perplexity {perplexity}")
+            elif record.get("kind") == "resume" and isinstance(notes := record.get("notes"), list):
+                for note in notes:
+                    self.print(f"note    {note}")
         if self._live and now - self._drawn >= REDRAW_S:
             self._draw()
 
@@ -132,6 +135,12 @@ class Progress:
             return self._stream.isatty()
         except ValueError:
             return False
+
+
+def _since_resume(records: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without what an earlier attempt has recorded: a run that goes on keeps those in its file."""
+    starts = [index for index, record in enumerate(records) if record.get("kind") == "resume"]
+    return records[starts[-1] :] if starts else records
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:

@@ -122,6 +122,14 @@ class Schedule:
         """The messages that pipeline rank ``rank`` receives in its forward pass, in order of arrival."""
         return self.sent_forward((rank - 1) % self.pipeline_parallel_size)
 
+    def backward_steps_left(self, rank: int) -> int:
+        """Backward steps that other ranks run, one after the other, once pipeline rank ``rank`` has run its last one.
+
+        The last gradient of the mini-batch still passes through the ranks before it. An all-reduce of ``rank``'s
+        gradients can hide behind those steps; that of rank 0 is on the critical path, for nothing is left there.
+        """
+        return rank
+
     def compressed_counts(self, *, epilogue_only: bool, flush: bool) -> dict[int, int]:
         """Backward messages of one mini-batch that are compressed, by virtual boundary."""
         counts: dict[int, int] = {}

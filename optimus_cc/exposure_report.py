@@ -1,219 +1,70 @@
-"""What a composed configuration sends, what of it is compressed, and what can't help: told before anything runs.
-
-Bytes are those of one training step, counted as the traffic meter counts them in a run: point-to-point by what is
-sent, a collective by what the ring algorithm makes a rank send.
-"""
+"""What a composed configuration sends, what of it is compressed, and what can't help: told before anything runs."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from optimus_cc.config.codec import LowRankConfig
 from optimus_cc.config.model import padded_vocabulary_size
 from optimus_cc.config.run import RunConfig
-from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE, BpeTokenizerConfig, HuggingFaceTokenizerConfig
-from optimus_cc.exposure import Message
-from optimus_cc.stage_parameters import stage_parameters
-from optimus_cc.wire_size import matrix_shape
+from optimus_cc.stage_parameters import Weight
+from optimus_cc.stage_traffic import (
+    StageTraffic,
+    compressible,
+    compressing_ranks,
+    memory_by_rank,
+    parameters_of,
+    shares,
+    stages,
+    traffic,
+    vocabulary_size,
+)
+from optimus_cc.wire_size import low_rank_elements
 
-_GRADIENT_BYTES = 4  # gradients are kept and reduced in fp32
-_MEMORY_BYTES = 4  # so are error memories and queries
-
-
-@dataclass(frozen=True)
-class StageExposure:
-    """One virtual stage: chunk ``virtual_stage // P`` of pipeline rank ``virtual_stage % P``. Bytes are per step."""
-
-    virtual_stage: int
-    pipeline_rank: int
-    parameters: int
-    """On one rank."""
-    backward_messages: int
-    """That one rank sends."""
-    epilogue_messages: int
-    compressed_messages: int
-    forward_messages: int
-    forward_logical_bytes: int
-    forward_wire_bytes: int
-    backward_logical_bytes: int
-    backward_wire_bytes: int
-    data_parallel_bytes: float
-    """That one rank sends for its gradients, in a ring."""
-    embedding_bytes: float
-    """That one rank sends to keep the copies of a tied word embedding equal."""
-    parameter_gather_bytes: float
-    """That one rank sends of its updated shard, with the distributed optimizer."""
-    error_memory_bytes: int
-    """Of one rank."""
-    query_bytes: int
-    """Of one rank: the warm-started query of each stream, and the one that it started from."""
-
-
-def stages(config: RunConfig) -> list[StageExposure]:
-    """Every virtual stage of ``config``, in the order in which a sample passes them."""
-    parallel = config.parallel
-    size, last_stage = parallel.pipeline_parallel_size, parallel.num_virtual_stages - 1
-    replicas = parallel.data_parallel_size
-    backward: dict[int, list[Message]] = {}
-    forward: dict[int, list[Message]] = {}
-    for rank in range(size):
-        for message in config.schedule.sent_backward(rank):
-            backward.setdefault(message.boundary + 1, []).append(message)
-        for message in config.schedule.sent_forward(rank):
-            forward.setdefault(message.boundary, []).append(message)
-    vocabulary = padded_vocabulary_size(vocabulary_size(config))
-    result = []
-    for stage in range(last_stage + 1):
-        parameters = stage_parameters(config.model, parallel, vocabulary, stage)
-        gradients = parameters.total * _GRADIENT_BYTES
-        shared = config.model.tied_embeddings and size > 1 and stage in (0, last_stage)
-        reductions = 1 if parallel.distributed_optimizer else 2
-        weights = parameters.total * config.message_itemsize
-        ring = (replicas - 1) / replicas
-        copy = parameters.word_embedding * _GRADIENT_BYTES if shared else 0
-        embedding = float(copy)
-        if config.technique.fe.enabled:
-            # One ring over 2 D ranks, without the embedding in the reduction; or only the rank's own shard after that.
-            embedding *= 1 / replicas if parallel.distributed_optimizer else (2 * replicas - 1) / replicas
-            gradients -= 0 if parallel.distributed_optimizer else copy
-        result.append(
-            StageExposure(
-                virtual_stage=stage,
-                pipeline_rank=stage % size,
-                parameters=parameters.total,
-                data_parallel_bytes=reductions * ring * gradients,
-                embedding_bytes=embedding,
-                parameter_gather_bytes=ring * weights if parallel.distributed_optimizer else 0.0,
-                **_messages(config, backward.get(stage, []), forward.get(stage, [])),
-            )
-        )
-    return result
-
-
-def _messages(config: RunConfig, backward: Sequence[Message], forward: Sequence[Message]) -> dict[str, int]:
-    """What one virtual stage sends to its neighbours, and what the codecs of these streams keep in memory."""
-    cb = config.technique.cb
-    compressed = sum(
-        cb.enabled and message.is_compressed(epilogue_only=cb.epilogue_only, flush=cb.flushes) for message in backward
-    )
-    forward_compressed = len(forward) if cb.enabled and cb.compress_forward else 0
-    plain, encoded = config.message_nbytes, config.compressed_message_nbytes
-    whole = plain * _shares(config)
-    query = 0
-    if isinstance(cb.codec, LowRankConfig) and cb.codec.warm_start:
-        rows, columns = matrix_shape(config.message_shape)
-        query = 2 * columns * min(cb.codec.rank, rows, columns) * _MEMORY_BYTES
-    memory = math.prod(config.message_shape) * _MEMORY_BYTES if cb.lazy_error_propagation else 0
-    return {
-        "backward_messages": len(backward),
-        "epilogue_messages": sum(message.epilogue for message in backward),
-        "compressed_messages": compressed,
-        "forward_messages": len(forward),
-        "forward_logical_bytes": len(forward) * whole,
-        "forward_wire_bytes": (len(forward) - forward_compressed) * plain + forward_compressed * encoded,
-        "backward_logical_bytes": len(backward) * whole,
-        "backward_wire_bytes": (len(backward) - compressed) * plain + compressed * encoded,
-        "error_memory_bytes": memory * bool(compressed),
-        "query_bytes": query * (bool(compressed) + bool(forward_compressed)),
-    }
-
-
-def _shares(config: RunConfig) -> int:
-    """Over how many tensor-parallel ranks a message that all of them hold is shared out."""
-    return config.parallel.tensor_parallel_size if config.parallel.split_over_tensor_parallel else 1
-
-
-def traffic(config: RunConfig) -> dict[str, dict[str, float]]:
-    """Bytes that all ranks together send in one step, by traffic class, as a run's records name them."""
-    replicas = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
-    every = stages(config)
-
-    def total(logical: str, wire: str) -> dict[str, float]:
-        return {
-            "logical_bytes": replicas * sum(getattr(stage, logical) for stage in every),
-            "wire_bytes": replicas * sum(getattr(stage, wire) for stage in every),
-        }
-
-    return {
-        "pipeline_forward": total("forward_logical_bytes", "forward_wire_bytes"),
-        "pipeline_backward": total("backward_logical_bytes", "backward_wire_bytes"),
-        **{
-            name: total(f"{name}_bytes", f"{name}_bytes") for name in ("data_parallel", "embedding", "parameter_gather")
-        },
-    }
-
-
-def memory_by_rank(config: RunConfig) -> list[int]:
-    """Bytes that error memories and queries take on a rank of each pipeline rank, over all its chunks."""
-    memory = [0] * config.parallel.pipeline_parallel_size
-    for stage in stages(config):
-        memory[stage.pipeline_rank] += stage.error_memory_bytes + stage.query_bytes
-    return memory
-
-
-def vocabulary_size(config: RunConfig) -> int:
-    """Entries of the tokenizer's vocabulary; for one that is yet to be trained, as many as were asked for."""
-    tokenizer = config.tokenizer
-    if isinstance(tokenizer, BpeTokenizerConfig):
-        return tokenizer.vocabulary_size
-    if isinstance(tokenizer, HuggingFaceTokenizerConfig):
-        content = json.loads((Path(tokenizer.path) / "tokenizer.json").read_text(encoding="utf-8"))
-        added = {token["content"] for token in content.get("added_tokens", [])}
-        vocabulary = content["model"]["vocab"]  # a mapping, or for unigram models a list of pairs
-        known = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
-        return len(known | added)
-    return GPT2_VOCABULARY_SIZE
+_INSIDE_GROUP = ("tensor_parallel", "other")
+"""Classes that stay inside a tensor-parallel group; nothing here compresses them."""
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
     """In plain sentences: what is gained, what can't help here, and why."""
-    parallel, cb = config.parallel, config.technique.cb
-    classes = traffic(config)
-    everything = sum(count["logical_bytes"] for count in classes.values())
-    if cb.enabled:
-        # What sharing messages out saves is not the codec's.
-        sent = {name: count["logical_bytes"] for name, count in classes.items()}
-        for name in ("pipeline_forward", "pipeline_backward"):
-            sent[name] /= _shares(config)
-        saved = {name: sent[name] - count["wire_bytes"] for name, count in classes.items()}
-        backward = sent["pipeline_backward"]
-        line = (
-            f"Compressed backpropagation saves {_share(saved['pipeline_backward'], backward)} of the backward "
-            f"messages' bytes and {_share(sum(saved.values()), sum(sent.values()))} of all that is listed here."
-        )
-        if cb.epilogue_only:
-            line += (
-                " With epilogue_only its point is the time that these messages would be waited for, not their volume."
-            )
-        yield line
-        encoded, plain = config.compressed_message_nbytes, config.message_nbytes
-        yield f"A compressed message has {encoded:,} bytes in place of {plain:,}."
-        yield (
-            "Error memories and warm-started queries add up to "
-            f"{_mb(max(memory_by_rank(config)))} MB on one rank, messages in flight not counted."
-        )
-        yield from config.notices()
-        yield from _lonely_boundaries(config)
-    if config.technique.sc.enabled:
-        yield "technique.sc is not worked out here: data_parallel is what would be sent without it."
+    every, classes = stages(config), traffic(config)
+    yield from _compressed_backpropagation(config, classes)
+    yield from _selective_stage_compression(config, every, classes)
+    yield from config.notices()
     yield from _limits(config)
-    if everything and not parallel.distributed_optimizer:
-        backward = classes["pipeline_backward"]["logical_bytes"]
-        yield (
-            f"Backward messages are {_share(backward, everything)} of these bytes, gradients "
-            f"{_share(classes['data_parallel']['logical_bytes'], everything)}, the shared embedding "
-            f"{_share(classes['embedding']['logical_bytes'], everything)}."
-        )
-    if parallel.distributed_optimizer and parallel.data_parallel_size > 1:
-        yield (
-            "The distributed optimizer pads its buffers, so data_parallel and parameter_gather are a little more "
-            "than said here."
-        )
+    yield from _totals(config, classes)
+
+
+def _compressed_backpropagation(config: RunConfig, classes: dict[str, dict[str, float]]) -> Iterator[str]:
+    cb = config.technique.cb
+    if not cb.enabled:
+        return
+    # What sharing messages out saves is not the codec's.
+    sent = {name: count["logical_bytes"] for name, count in _between_groups(classes).items()}
+    for name in ("pipeline_forward", "pipeline_backward"):
+        sent[name] /= shares(config)
+    saved = sum(sent[name] - classes[name]["wire_bytes"] for name in ("pipeline_forward", "pipeline_backward"))
+    backward = sent["pipeline_backward"]
+    line = (
+        "Compressed backpropagation saves "
+        f"{_share(backward - classes['pipeline_backward']['wire_bytes'], backward)} of the backward messages' bytes "
+        f"and {_share(saved, sum(sent.values()))} of all that leaves a tensor-parallel group."
+    )
+    if cb.epilogue_only:
+        line += " With epilogue_only its point is the time that these messages would be waited for, not their volume."
+    yield line
+    yield (
+        f"A compressed message has {config.compressed_message_nbytes:,} bytes in place of {config.message_nbytes:,}."
+    )
+    memory = [0] * config.parallel.pipeline_parallel_size
+    for stage in stages(config):
+        memory[stage.pipeline_rank] += stage.message_memory_bytes
+    yield (
+        f"Its error memories and warm-started queries add up to {_mb(max(memory))} MB on one rank, messages in flight "
+        "not counted."
+    )
+    yield from _lonely_boundaries(config)
 
 
 def _lonely_boundaries(config: RunConfig) -> Iterator[str]:
@@ -231,12 +82,93 @@ def _lonely_boundaries(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _selective_stage_compression(
+    config: RunConfig, every: Sequence[StageTraffic], classes: dict[str, dict[str, float]]
+) -> Iterator[str]:
+    """What it does to the gradients, and which reductions are on the critical path, whether or not it is on."""
+    parallel, sc = config.parallel, config.technique.sc
+    size, chosen = parallel.pipeline_parallel_size, compressing_ranks(config)
+    if parallel.data_parallel_size == 1:
+        return
+    line = "Pipeline rank 0 ends its backward pass last, so the reduction of its gradients is on the critical path"
+    line += ", but for what overlap_grad_reduce hides." if parallel.overlap_grad_reduce else ": nothing hides it."
+    if size > 1:
+        line += f" Rank p's has p backward steps of other ranks to hide behind, the last rank's {size - 1}."
+    yield line
+    if not chosen:
+        return
+    on_them = [stage for stage in every if stage.pipeline_rank in chosen]
+    logical = sum(stage.data_parallel_logical_bytes for stage in on_them)
+    saved = logical - sum(stage.data_parallel_wire_bytes for stage in on_them)
+    total = classes["data_parallel"]["logical_bytes"]
+    everything = sum(count["logical_bytes"] for count in _between_groups(classes).values())
+    of_all = saved * parallel.tensor_parallel_size * parallel.data_parallel_size
+    ranks = f"ranks 0 to {chosen[-1]}" if len(chosen) > 1 else "rank 0"
+    yield (
+        f"Selective stage compression on pipeline {ranks} of {size} ({len(chosen) / size:.0%}) saves "
+        f"{_share(saved, logical)} of the gradients' bytes there, {_share(of_all, total)} of data_parallel and "
+        f"{_share(of_all, everything)} of all that leaves a tensor-parallel group"
+        + (f", from step {sc.warmup_steps + 1:,} on." if sc.warmup_steps else ".")
+    )
+    memory = [sum(s.gradient_memory_bytes for s in every if s.pipeline_rank == rank) for rank in range(size)]
+    yield f"Its error memories and queries add up to {_mb(max(memory))} MB on one rank."
+    yield from _left_dense(config, on_them)
+    if size > 1 and size - 1 in chosen:
+        yield (
+            f"The last rank's gradients are compressed too, though their reduction has {_count(size - 1, 'step')} to "
+            "hide behind: that costs quality where least time can be saved."
+        )
+    if parallel.distributed_optimizer:
+        yield (
+            "The distributed optimizer scatters gradients for half of what an all-reduce sends, but factors are "
+            "all-reduced, and so is the rest of a bucket that holds compressed matrices: a matrix gains only above a "
+            "compression ratio of 2."
+        )
+        if saved < 0:
+            yield "Here that makes more bytes than without compression: selective stage compression can't help."
+
+
+def _left_dense(config: RunConfig, on_them: Sequence[StageTraffic]) -> Iterator[str]:
+    """What of the compressing ranks' parameters still travels whole."""
+    sc, tp = config.technique.sc, config.parallel.tensor_parallel_size
+    weights = [weight for stage in on_them for weight in parameters_of(config, stage.virtual_stage).weights]
+    compressed = set(compressible(config, sc, weights))
+    dense = [weight for weight in weights if weight not in compressed]
+    kinds = {
+        "vectors": any(len(weight.shape) == 1 for weight in dense),
+        "position embeddings": any(weight.is_position_embedding for weight in dense),
+        "the word embedding (reduced by fused embedding synchronisation)": config.technique.fe.enabled
+        and any(weight.is_word_embedding for weight in dense),
+    }
+    named = [kind for kind, there in kinds.items() if there]
+    yield f"On these ranks the gradients of {_listed(named)} stay dense."
+    small = {
+        _kind(weight): weight
+        for weight in dense
+        if len(weight.shape) == 2 and not weight.is_position_embedding and not sc.compresses(*weight.shape)
+    }
+    if small:
+        sizes = _listed([f"{name} ({weight.shape[0]} x {weight.shape[1]})" for name, weight in small.items()])
+        yield (
+            f"So do matrices with less than {sc.min_compression_ratio:g} times the elements of their two factors: "
+            f"{sizes}" + (f". These are shares of {tp} tensor-parallel ranks; whole ones gain more." if tp > 1 else ".")
+        )
+
+
+def _kind(weight: Weight) -> str:
+    """A weight's name without its layer."""
+    return ".".join(weight.name.removesuffix(".weight").split(".")[-2:])
+
+
 def _limits(config: RunConfig) -> Iterator[str]:
     """What would help in this layout and what can't, whether or not it is switched on."""
     parallel, model = config.parallel, config.model
     tp = parallel.tensor_parallel_size
     if parallel.pipeline_parallel_size > 1 and parallel.split_over_tensor_parallel:
-        yield f"Each of {tp} tensor-parallel ranks sends its share of a message: 1/{tp} of the bytes, without loss."
+        yield (
+            f"Each of {tp} tensor-parallel ranks sends its share of a message: 1/{tp} of the bytes, without loss. "
+            "Gathering them counts as tensor_parallel."
+        )
     elif parallel.pipeline_parallel_size > 1 and tp > 1 and not parallel.sequence_parallel:
         yield (
             f"{tp} tensor-parallel ranks send the same messages. parallel.split_over_tensor_parallel=true would send "
@@ -253,6 +185,8 @@ def _limits(config: RunConfig) -> Iterator[str]:
             "Compressing data-parallel gradients, selectively or not, can't help: with one data-parallel rank none are "
             "exchanged."
         )
+    else:
+        yield from _too_small(config)
     if stages > 1 and not model.tied_embeddings:
         yield (
             "Fused embedding synchronisation can't help: the embeddings are not tied, so there is nothing to "
@@ -264,7 +198,10 @@ def _limits(config: RunConfig) -> Iterator[str]:
             "that runs anyway."
         )
     elif stages > 1:
-        two_steps, fused = (3 * replicas - 2) / replicas, (2 * replicas - 1) / replicas
+        # With the distributed optimizer the first step is a reduce-scatter, and the second needs the shard only.
+        scattered = parallel.distributed_optimizer
+        two_steps = ((2 if scattered else 3) * replicas - (1 if scattered else 2)) / replicas
+        fused = 1.0 if scattered else (2 * replicas - 1) / replicas
         sends = "sends" if config.technique.fe.enabled else "would send"
         yield (
             f"Fused embedding synchronisation {sends} {fused:.4g} times the embedding's gradient per rank in place "
@@ -278,23 +215,69 @@ def _limits(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _too_small(config: RunConfig) -> Iterator[str]:
+    """Whether selective stage compression, at the model's rank, would find anything to compress in a layer."""
+    sc = config.technique.sc
+    rank = sc.default_rank
+    if sc.enabled or rank is None:
+        return
+    ratios = {
+        weight: weight.numel / low_rank_elements(weight.shape, rank)
+        for weight in parameters_of(config, 0).weights
+        if len(weight.shape) == 2 and weight.name.startswith("decoder.layers")
+    }
+    best = max(ratios, key=ratios.__getitem__)
+    if ratios[best] < sc.min_compression_ratio:
+        yield (
+            f"Selective stage compression can't help at rank {rank}: no matrix of a layer has "
+            f"{sc.min_compression_ratio:g} times the elements of its two factors; {_kind(best)} "
+            f"({best.shape[0]} x {best.shape[1]}), the best of them, has {ratios[best]:.2g} times."
+        )
+
+
+def _totals(config: RunConfig, classes: dict[str, dict[str, float]]) -> Iterator[str]:
+    between = {name: count["logical_bytes"] for name, count in _between_groups(classes).items()}
+    everything = sum(between.values())
+    if everything:
+        yield (
+            f"Of what leaves a tensor-parallel group, uncompressed, backward messages are "
+            f"{_share(between['pipeline_backward'], everything)}, gradients "
+            f"{_share(between['data_parallel'], everything)}, the shared embedding "
+            f"{_share(between['embedding'], everything)}."
+        )
+    if classes["tensor_parallel"]["logical_bytes"]:
+        yield (
+            "tensor_parallel is what Megatron-core's own layers send"
+            + (", and other their LayerNorms' gradients" if classes["other"]["logical_bytes"] else "")
+            + ". No technique here compresses it; keep these groups inside a node."
+        )
+    yield "Norms and control messages, a few bytes a step each, are not listed."
+
+
+def _between_groups(classes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {name: count for name, count in classes.items() if name not in _INSIDE_GROUP}
+
+
 def report(config: RunConfig) -> dict[str, Any]:
     """Print the report of ``config``, and return its numbers."""
     every, classes, said = stages(config), traffic(config), list(remarks(config))
     vocabulary = vocabulary_size(config)
     parallel = config.parallel
-    ranks = f"{parallel.world_size} rank{'s' * (parallel.world_size != 1)}"
     print(
-        f"{config.model.name} in layout {parallel.label} ({ranks}), "
+        f"{config.model.name} in layout {parallel.label} ({_count(parallel.world_size, 'rank')}), "
         f"{config.technique.label}: "
         f"{config.num_microbatches} micro-batches of {'x'.join(map(str, config.message_shape))}, "
         f"{config.training.precision}, vocabulary {vocabulary:,} padded to {padded_vocabulary_size(vocabulary):,}"
     )
-    print("\nEach rank of a stage, per step (MB = 10^6 bytes; wire < logical where something is compressed)")
-    print(_table(*_stage_rows(every)))
+    print("\nBytes sent per step; MB = 10^6 bytes. wire: as sent; before it, what would be sent uncompressed")
+    if parallel.pipeline_parallel_size > 1:
+        print("\nEach rank of a stage: messages to its neighbours")
+        print(_table(*_message_rows(every)))
+    print("\nEach rank of a stage: gradients, the backward steps left to hide them behind, the matrices compressed")
+    print(_table(*_group_rows(every)))
     header, rows = _class_rows(classes)
     if rows:
-        print("\nAll ranks, per step")
+        print("\nAll ranks")
         print(_table(header, rows))
     print()
     for line in said:
@@ -309,21 +292,36 @@ def report(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _stage_rows(every: Sequence[StageExposure]) -> tuple[list[str], list[list[str]]]:
-    gathers = any(stage.parameter_gather_bytes for stage in every)
-    header = ["stage", "rank", "parameters", "sent back", "epilogue", "compressed", "forward MB", "backward MB"]
-    header += ["wire MB", "gradients MB", "embedding MB", *(["parameters MB"] if gathers else []), "memory MB"]
+def _message_rows(every: Sequence[StageTraffic]) -> tuple[list[str], list[list[str]]]:
+    header = ["stage", "rank", "sent back", "epilogue", "compressed", "forward MB", "wire MB", "backward MB", "wire MB"]
     rows = []
     for stage in every:
-        counts = (stage.parameters, stage.backward_messages, stage.epilogue_messages, stage.compressed_messages)
-        sizes: list[float] = [stage.forward_wire_bytes, stage.backward_logical_bytes, stage.backward_wire_bytes]
-        sizes += [stage.data_parallel_bytes, stage.embedding_bytes]
-        sizes += [stage.parameter_gather_bytes] if gathers else []
-        sizes += [stage.error_memory_bytes + stage.query_bytes]
-        rows.append(
-            [str(stage.virtual_stage), str(stage.pipeline_rank), *(f"{count:,}" for count in counts), *map(_mb, sizes)]
-        )
-    return header, rows
+        counts = (stage.backward_messages, stage.epilogue_messages, stage.compressed_messages)
+        forward = (stage.forward_logical_bytes, stage.forward_wire_bytes)
+        backward = (stage.backward_logical_bytes, stage.backward_wire_bytes)
+        sizes = map(_mb, (*forward, *backward, stage.message_memory_bytes))
+        rows.append([*_place(stage), *(f"{count:,}" for count in counts), *sizes])
+    return [*header, "memory MB"], rows
+
+
+def _group_rows(every: Sequence[StageTraffic]) -> tuple[list[str], list[list[str]]]:
+    columns: dict[str, list[float]] = {
+        "gradients MB": [stage.data_parallel_logical_bytes for stage in every],
+        "wire MB": [stage.data_parallel_wire_bytes for stage in every],
+        "embedding MB": [stage.embedding_bytes for stage in every],
+        "gather MB": [stage.parameter_gather_bytes for stage in every],
+        "tensor MB": [stage.tensor_parallel_bytes for stage in every],
+        "norms MB": [stage.norm_gradient_bytes for stage in every],
+        "memory MB": [stage.gradient_memory_bytes for stage in every],
+    }
+    rare = ("gather MB", "tensor MB", "norms MB")
+    shown = {name: values for name, values in columns.items() if name not in rare or any(values)}
+    rows = []
+    for index, stage in enumerate(every):
+        counts = (stage.parameters, stage.backward_steps_left, stage.compressed_matrices)
+        sizes = (_mb(values[index]) for values in shown.values())
+        rows.append([*_place(stage), *(f"{count:,}" for count in counts), *sizes])
+    return ["stage", "rank", "parameters", "steps left", "compressed", *shown], rows
 
 
 def _class_rows(classes: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
@@ -333,6 +331,10 @@ def _class_rows(classes: dict[str, dict[str, float]]) -> tuple[list[str], list[l
         if logical:
             rows.append([name, _mb(logical), _mb(wire), _mb(logical - wire), _share(logical - wire, logical)])
     return ["class", "logical MB", "wire MB", "saved MB", "saved"], rows
+
+
+def _place(stage: StageTraffic) -> list[str]:
+    return [str(stage.virtual_stage), str(stage.pipeline_rank)]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -346,8 +348,16 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _mb(count: float) -> str:
-    return f"{count / 1e6:,.1f}" if count >= 1e8 or not count else f"{count / 1e6:,.3f}"
+    return f"{count / 1e6:,.1f}" if abs(count) >= 1e8 or not count else f"{count / 1e6:,.3f}"
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]

@@ -1,12 +1,6 @@
 """What a rank and its supervisor tell each other, through the environment, signals and small files. No torch.
 
-A rank calls, first thing::
-
-    die_with_parent()
-    install_stack_dump()
-    report = Report.from_environment()
-
-then ``report.beat()`` at least once a step, and ``report.failed(error)`` before it exits because of an exception.
+A rank runs in :func:`run_rank`, and calls ``report.beat()`` at least once a step.
 """
 
 from __future__ import annotations
@@ -18,8 +12,11 @@ import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from optimus_cc.records import read_json_object, replace_file, to_json
 
@@ -47,6 +44,26 @@ _COMMUNICATION_WORDS = (
     "Connection reset by peer",
     "wait timeout after",
 )
+
+
+def run_rank(body: Callable[[Report], int]) -> int:
+    """What a rank does from its first line on: ``body``, whose exit code this returns, under its supervisor's eyes."""
+    die_with_parent()
+    install_stack_dump()
+    report = Report.from_environment()
+    try:
+        return body(report)
+    except BaseException as error:
+        report.failed(error)
+        traceback.print_exc()
+        leave_at_once()
+
+
+def leave_at_once(code: int = 1) -> NoReturn:
+    """End without waiting for communicators whose peers may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent() -> None:
@@ -97,7 +114,7 @@ class Report:
 
     def __init__(self, log_dir: Path | None, rank: int) -> None:
         self._log_dir = log_dir
-        self._rank = rank
+        self.rank = rank
         self._next_beat = 0.0
 
     @classmethod
@@ -112,7 +129,7 @@ class Report:
             return
         self._next_beat = now + 1
         with contextlib.suppress(OSError):  # a full disk is no reason to end a run
-            heartbeat_path(self._log_dir, self._rank).touch()
+            heartbeat_path(self._log_dir, self.rank).touch()
 
     def failed(self, error: BaseException, *, communication: bool | None = None) -> None:
         """Record the exception that ends this rank; the earliest that isn't a lost connection is named as the cause."""
@@ -127,7 +144,7 @@ class Report:
             "communication": communication,
         }
         with contextlib.suppress(OSError):  # the traceback in the log has to do
-            replace_file(failure_path(self._log_dir, self._rank), to_json(record))
+            replace_file(failure_path(self._log_dir, self.rank), to_json(record))
 
 
 def log_path(log_dir: Path, rank: int) -> Path:

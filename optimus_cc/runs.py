@@ -7,6 +7,7 @@
 - ``status.json``      :class:`Status`
 - ``metrics.jsonl``    one JSON object per record, with ``kind`` and ``step`` (see :mod:`optimus_cc.records`)
 - ``summary.json``     the result, written by the trainer when it is through
+- ``trace.json``       one step as it was measured, if ``training.probes.trace_step`` asks for it
 - ``logs/``            ``rank_N.log`` and what ranks report to their supervisor
 - ``checkpoints/``, ``evaluation/``
 - ``attempts/N/``      logs and metrics of attempts that did not finish
@@ -22,14 +23,14 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from optimus_cc import provenance
+from optimus_cc import checkpoints, provenance
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import (
     append_json_line,
@@ -50,6 +51,9 @@ HEARTBEAT_S = 10.0
 """A running run's status is renewed at least this often."""
 STALE_S = 120.0
 """A running status older than this has no owner any more."""
+BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
+NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
+"""The folders beside the run folders that hold something else."""
 
 
 class RunFailed(RuntimeError):
@@ -132,6 +136,7 @@ class RunFolder:
         self.status_path = self.path / "status.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
+        self.trace_path = self.path / "trace.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.evaluation = self.path / "evaluation"
@@ -183,6 +188,18 @@ class RunFolder:
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         append_json_line(self.metrics_path, record)
+
+    def cut_metrics(self, step: int, but_not: Collection[str] = (), last: Mapping[str, Any] | None = None) -> None:
+        """Keep the records up to ``step``; of the step itself not those of the kinds ``but_not``. Add ``last``."""
+        if not self.metrics_path.exists() and last is None:
+            return
+        kept = [
+            record
+            for record in self.metrics()
+            if (at := record.get("step", 0)) < step or (at == step > 0 and record.get("kind") not in but_not)
+        ]
+        lines = [to_json(record) for record in (*kept, *([last] if last is not None else []))]
+        replace_file(self.metrics_path, "".join(f"{line}\n" for line in lines))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         replace_file(self.summary_path, to_json(summary, indent=2) + "\n")
@@ -294,22 +311,18 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
         place = _set_aside(folder, "previous", keep=(".lock", "previous"))
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
     elif found is None or found.state != "queued":
-        # When runs resume from checkpoints, metrics.jsonl stays in place here and is cut after the checkpoint's step.
+        # The records up to its checkpoint are this attempt's too; the trainer cuts those after it.
+        records = folder.metrics_path.read_bytes() if folder.metrics_path.exists() else None
         place = _set_aside(folder, "attempts", keep=(".lock", "attempts", "previous", "checkpoints", "evaluation"))
+        if records is not None:
+            folder.metrics_path.write_bytes(records)
         if place is not None:
             restarts = 1 + (found.restarts if found else 0)
-            notes.append(f"{_describe_end(folder, found)}: starting again; its logs and metrics are kept in {place}")
+            last = checkpoints.newest(folder.checkpoints)
+            how = f"going on from its checkpoint of step {last.step}" if last else "starting again"
+            notes.append(f"{_describe_end(folder, found)}: {how}; its logs and metrics are kept in {place}")
     folder.logs.mkdir(exist_ok=True)
-    replace_file(folder.config_path, _yaml(config.to_mapping()))
-    if code.diff:
-        replace_file(folder.diff_path, code.diff)
-    record = {
-        "run_id": config.run_id,
-        **provenance.collect(code),
-        "diff": folder.diff_path.name if code.diff else None,
-        "scientific": config.scientific(),
-    }
-    replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
+    write_origin(folder, config, code, run_id=config.run_id, scientific=config.scientific())
     claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
     claimed.update(
         state="running",
@@ -320,6 +333,15 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
         restarts=restarts,
     )
     return claimed
+
+
+def write_origin(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, **more: Any) -> None:
+    """Freeze the configuration, and say where what is about to be made comes from; ``more``: further facts of it."""
+    replace_file(folder.config_path, _yaml(config.to_mapping()))
+    if code.diff:
+        replace_file(folder.diff_path, code.diff)
+    record = {**provenance.collect(code), "diff": folder.diff_path.name if code.diff else None, **more}
+    replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
 
 
 def _describe_end(folder: RunFolder, found: Status | None) -> str:

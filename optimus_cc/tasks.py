@@ -11,7 +11,12 @@ from optimus_cc.config.errors import ConfigError, Problem, suggest
 if TYPE_CHECKING:
     from optimus_cc.config.run import RunConfig
 
-TASKS = {"train": "launchers.local:train", "exposure": "optimus_cc.exposure_report:report"}
+TASKS = {
+    "train": "launchers.local:train",
+    "exposure": "optimus_cc.exposure_report:report",
+    "benchmark": "launchers.benchmark:benchmark",
+    "selfcheck": "launchers.selfcheck:selfcheck",
+}
 """``task.name`` -> "module:function"; the function takes the :class:`RunConfig` and returns a summary."""
 
 

@@ -29,9 +29,6 @@ def message_matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), columns
 
 
-matrix_shape = message_matrix  # the name under which exposure_report still knows it
-
-
 def weight_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, columns) of a weight seen as a matrix: the first dimension is the rows.
 

@@ -25,6 +25,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4_v2": {"pipeline_parallel_size": 4, "num_chunks": 2},
     "pp4_v2_overlap": {"pipeline_parallel_size": 4, "num_chunks": 2, "overlap_p2p": True, "batch_p2p": False},
     "pp2_v2_overlap": {"pipeline_parallel_size": 2, "num_chunks": 2, "overlap_p2p": True, "batch_p2p": False},
+    "pp2_dp2_v2_overlap": {
+        "pipeline_parallel_size": 2,
+        "data_parallel_size": 2,
+        "num_chunks": 2,
+        "overlap_p2p": True,
+        "batch_p2p": False,
+    },
 }
 SEQUENCE, HIDDEN, VOCABULARY = 16, 32, 1024
 

@@ -11,3 +11,18 @@ from tests.ranks import RankPool
 def ranks() -> RankPool:
     """Gloo ranks on demand; what they import is imported once in a session."""
     return RankPool()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kill-seeds",
+        type=_numbers,
+        default=range(3),
+        metavar="FIRST-LAST",
+        help="seeds of the random kills in the tests of resuming (default: 0-2)",
+    )
+
+
+def _numbers(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)

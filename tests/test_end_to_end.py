@@ -176,7 +176,7 @@ def disturb(
 ) -> str:
     """Start a long run, do something to it once it trains, and return what it printed when it has ended."""
     process = subprocess.Popen(
-        command(workplace, f"training.seed={seed}", "training.steps=100000", *more),
+        command(workplace, f"training.seed={seed}", *(more or ("training.steps=100000",))),
         cwd=workplace,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -234,12 +234,45 @@ def test_first_sigterm_stops_at_a_step_boundary(workplace: Path) -> None:
 
 def test_supervisor_killed_leaves_no_rank(workplace: Path) -> None:
     disturb(workplace, 22, lambda process, _: process.kill())
-    again = run(workplace, "training.seed=22", "training.steps=6")
-    assert again.returncode == 0, "the folder of a killed run can't be used"
+
+
+def test_preempted_then_killed_ends_as_if_nothing_had_happened(workplace: Path) -> None:
+    length = "training.steps=300", "training.checkpoint.interval_steps=20"
+    whole = run(workplace, "training.seed=24", *length, f"runs_dir={workplace / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    disturb(workplace, 24, lambda process, _: process.send_signal(signal.SIGTERM), *length)
+    state, _, step = _state(workplace, 24)
+    assert state == "preempted"
+
+    def kill_later(process: subprocess.Popen[str], ranks: dict[int, int]) -> None:
+        while (only_run(workplace, 24).latest("train") or {})["step"] < step + 25:
+            time.sleep(0.05)
+        process.kill()
+
+    output = disturb(workplace, 24, kill_later, *length)
+    assert f"going on from step {step}" in output
+    last = run(workplace, "training.seed=24", *length)
+    assert last.returncode == 0, last.stderr
+    assert "going on from step" in last.stdout
+    assert "was running until its supervisor" in last.stdout
+    folder, (expected,) = only_run(workplace, 24), map(RunFolder, (workplace / "whole").glob("*-s24-*"))
+
+    def computed(of: RunFolder) -> list[tuple[str, int, float]]:
+        return [(record["kind"], record["step"], record["loss"]) for record in of.metrics() if "loss" in record]
+
+    assert computed(folder) == computed(expected)
+    summaries = [of.summary() or {} for of in (folder, expected)]
+    for name in ("validation", "train", "traffic", "run_id"):
+        assert summaries[0][name] == summaries[1][name], name
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.restarts) == ("finished", 2)
+    assert "not run again" in run(workplace, "training.seed=24", *length).stdout
 
 
 def test_rank_that_hangs_is_named(workplace: Path) -> None:
-    output = disturb(workplace, 23, lambda _, ranks: os.kill(ranks[1], signal.SIGSTOP), "training.timeout_s=6")
+    stopped = "training.timeout_s=6", "training.steps=100000"
+    output = disturb(workplace, 23, lambda _, ranks: os.kill(ranks[1], signal.SIGSTOP), *stopped)
     state, cause, _ = _state(workplace, 23)
     assert state == "failed"
     assert "rank 1" in cause

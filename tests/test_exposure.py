@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -153,3 +154,41 @@ def test_paper_layout_compresses_six_of_forty_eight() -> None:
 
 def test_one_stage_sends_nothing() -> None:
     assert Schedule(1, 1, 8).compressed_counts(epilogue_only=False, flush=False) == {}
+
+
+def last_backward_ends(schedule: Schedule, forward_cost: int, backward_cost: int) -> list[int]:
+    """When each rank's last backward step ends if messages take no time and every step starts as soon as it can."""
+    size, chunks = schedule.pipeline_parallel_size, schedule.num_chunks
+    waiting = []
+    for rank in range(size):
+        forward = [("forward", chunk * size + rank, microbatch) for chunk, microbatch in schedule.forward_order]
+        backward = [("backward", chunk * size + rank, microbatch) for chunk, microbatch in schedule.backward_order]
+        warmup = schedule.warmup_steps(rank)
+        steady = [step for pair in zip(forward[warmup:], backward, strict=False) for step in pair]
+        waiting.append([*forward[:warmup], *steady, *backward[len(forward) - warmup :]])
+    ended: dict[tuple[str, int, int], int] = {}
+    clock = [0] * size
+    while any(waiting):
+        progress = False
+        for rank, steps in enumerate(waiting):
+            while steps:
+                direction, stage, microbatch = step = steps[0]
+                before = (direction, stage + (-1 if direction == "forward" else 1), microbatch)
+                if before not in ended and 0 <= before[1] < size * chunks:
+                    break
+                cost = forward_cost if direction == "forward" else backward_cost
+                clock[rank] = ended[step] = max(clock[rank], ended.get(before, 0)) + cost
+                steps.pop(0)
+                progress = True
+        assert progress, "the schedule waits for itself"
+    return clock
+
+
+@pytest.mark.parametrize("costs", [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "chunks"), [(1, 1), *product([2, 4, 7], [1, 2, 3])])
+def test_steps_that_are_left_after_a_ranks_last_backward(size: int, chunks: int, costs: tuple[int, int]) -> None:
+    for microbatches in (size, 4 * size):
+        schedule = Schedule(pipeline_parallel_size=size, num_chunks=chunks, num_microbatches=microbatches)
+        ends = last_backward_ends(schedule, *costs)
+        left = [schedule.backward_steps_left(rank) * costs[1] for rank in range(size)]
+        assert [ends[0] - end for end in ends] == left

@@ -302,6 +302,22 @@ def test_finished_is_not_run_again(config: RunConfig, monkeypatch: pytest.Monkey
         assert "at commit aaaaaaaaaa; the code is now at bbbbbbbbbb with uncommitted changes" in run.notes[1]
 
 
+def test_probes_make_no_other_experiment(config: RunConfig) -> None:
+    probes = _changed(config.training.probes, memory=True, phases=True, interval_steps=2, trace_step=3)
+    probed = _changed(config, training=_changed(config.training, probes=probes))
+    with claim(config) as run:  # is interrupted
+        run.update(state="failed", cause="x", step=1)
+    with claim(probed) as run:
+        assert not run.finished
+        assert run.folder.path == Path(config.runs_dir).absolute() / config.run_id
+        frozen = run.folder.config()
+        assert frozen is not None
+        assert load(frozen).training.probes == probes
+        run.update(state="finished", step=4)
+    with claim(config) as run:
+        assert run.finished
+
+
 def test_finished_with_a_damaged_summary_says_so(config: RunConfig) -> None:
     folder = _finish(config)
     folder.summary_path.write_text("{")

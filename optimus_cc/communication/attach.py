@@ -17,6 +17,7 @@ from optimus_cc.communication.data_parallel import SelectiveStageCompression
 from optimus_cc.communication.embedding import FusedEmbeddingSync
 from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
+from optimus_cc.communication.probe import Probe
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.technique import TechniqueConfig
@@ -35,6 +36,7 @@ class Attachment:
         factored: SelectiveStageCompression | None,
         finalizer: _Finalizer,
         restores: Sequence[Restore],
+        probe: Probe,
     ) -> None:
         self._communicator = communicator
         self._groups = groups
@@ -42,13 +44,22 @@ class Attachment:
         self._finalizer = finalizer
         self._restores: Sequence[Restore] = restores
         self.meter = meter
+        self.probe = probe
+        """Tells a listener what is going on; nobody listens at first."""
 
     def forward_backward_func(self, **kwargs: Any) -> Any:
-        """Megatron-core's forward-backward function with this plan's communicator bound; same arguments and result."""
+        """Megatron-core's forward-backward function with this plan's communicator bound; same arguments and result.
+
+        Raises:
+            ValueError: a communicator or process groups are given, in a layout with pipeline stages.
+        """
         schedule = get_forward_backward_func()
         self._finalizer.install()
         if self._communicator is None:
             return schedule(**kwargs)
+        for name in ("p2p_communicator", "pg_collection"):  # loops that can take them pass None on
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"{name} must be None: a plan brings its own, made from megatron.core.parallel_state")
         self._communicator.begin(kwargs["num_microbatches"], kwargs.get("forward_only", False))
         result = schedule(**kwargs, p2p_communicator=self._communicator, pg_collection=self._groups)
         self._communicator.end()
@@ -116,16 +127,22 @@ def attach(
     problems = [*layout.message_problems(), *technique.problems(layout)]
     if problems:
         raise ValueError("; ".join(problem.sentence for problem in problems))
+    if _captures_iterations(config):
+        raise ValueError(
+            "a CUDA graph of a whole iteration repeats what one step decided, and a plan decides at every step: "
+            "cuda_graph_impl and cuda_graph_scope must not be full_iteration"
+        )
     own_meter = meter is None
     meter = TrafficMeter.for_megatron() if meter is None else meter
     groups = _schedule_groups()
+    probe = Probe()
     restores: list[Restore] = [meter.stop]
     try:
         communicator = None
         if layout.pipeline_parallel_size > 1:
             split_over = groups.tp if split_over_tensor_parallel and groups.tp.size() > 1 else None
-            communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over)
-        embedding = FusedEmbeddingSync(model, meter, groups) if technique.fe.enabled else None
+            communicator = CompressedP2PCommunicator(groups.pp, config, technique.cb, meter, seed, split_over, probe)
+        embedding = FusedEmbeddingSync(model, meter, groups, probe) if technique.fe.enabled else None
         left_out: frozenset[torch.nn.Parameter] = frozenset()
         if embedding is not None:
             restores.append(embedding.restore)
@@ -133,7 +150,7 @@ def attach(
         factored = None
         if technique.sc.enabled:
             excluded = embedding.parameters if embedding is not None else frozenset()
-            factored = SelectiveStageCompression(model, technique.sc, seed, excluded)
+            factored = SelectiveStageCompression(model, technique.sc, seed, excluded, probe)
         compressors = {} if factored is None else {id(group): reduction for group, reduction in factored.groups}
         for group in bucket_groups(model) if left_out or compressors else ():
             if left_out & group.params or id(group) in compressors:
@@ -146,7 +163,15 @@ def attach(
         raise
     if own_meter:
         meter.observe()
-    return Attachment(communicator, groups, meter, factored, finalizer, restores)
+    return Attachment(communicator, groups, meter, factored, finalizer, restores, probe)
+
+
+def _captures_iterations(config: Any) -> bool:
+    """Whether Megatron-core makes a CUDA graph of all of a step; it says so in another field in each version."""
+    scope = getattr(config, "cuda_graph_scope", None) or ()
+    scopes = scope if isinstance(scope, (list, tuple)) else (scope,)
+    said = [getattr(config, "cuda_graph_impl", None), *(getattr(part, "name", part) for part in scopes)]
+    return "full_iteration" in said
 
 
 class _Finalizer:

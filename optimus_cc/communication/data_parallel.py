@@ -29,6 +29,7 @@ from optimus_cc.communication.gradient_sync import (
     gradient_scale,
     parameter_names,
 )
+from optimus_cc.communication.probe import Probe
 from optimus_cc.compression.codec import wire_dtype
 from optimus_cc.compression.low_rank import private_generator, warm_query
 from optimus_cc.config.codec import LowRankConfig
@@ -48,6 +49,7 @@ class SelectiveStageCompression:
         technique: what is compressed and how; of which :meth:`TechniqueConfig.problems` has nothing to say.
         seed: keys the private generators of the first queries; the same on every rank.
         left_out: parameters that are reduced elsewhere.
+        probe: coding and decoding are reported to it as spans.
 
     Raises:
         ValueError: the model is not set up as needed, or nothing would be compressed though this stage is among those
@@ -60,11 +62,13 @@ class SelectiveStageCompression:
         technique: SelectiveStageCompressionConfig,
         seed: int,
         left_out: frozenset[torch.nn.Parameter],
+        probe: Probe | None = None,
     ) -> None:
         assert isinstance(technique.codec, LowRankConfig)
         if get_model_config(model[0]).finalize_model_grads_func is None:
             raise ValueError("selective stage compression: set config.finalize_model_grads_func first")
         self.technique = technique
+        self.probe = probe or Probe()
         self.steps = 0
         """Steps finished, counted for the warm-up."""
         self.groups: list[tuple[Any, FactoredReduction]] = []
@@ -155,15 +159,20 @@ class FactoredReduction:
     @torch.no_grad()
     def start(self) -> None:
         step = self._owner.steps
-        self._all_reduce_mean([batch.project(step) for batch in self._batches])
+        with self._owner.probe.span("codec", "first factors"):
+            factors = [batch.project(step) for batch in self._batches]
+        self._all_reduce_mean(factors)
 
     @torch.no_grad()
     def finish(self) -> None:
         lefts = self._arrived([batch.left_shape for batch in self._batches])
-        self._all_reduce_mean([batch.second(left) for batch, left in zip(self._batches, lefts, strict=True)])
+        with self._owner.probe.span("codec", "second factors"):
+            factors = [batch.second(left) for batch, left in zip(self._batches, lefts, strict=True)]
+        self._all_reduce_mean(factors)
         rights = self._arrived([batch.right_shape for batch in self._batches])
-        for batch, right in zip(self._batches, rights, strict=True):
-            batch.apply(right)
+        with self._owner.probe.span("codec", "decode"):
+            for batch, right in zip(self._batches, rights, strict=True):
+                batch.apply(right)
 
     def state_dict(self) -> State:
         return {name: value for batch in self._batches for name, value in batch.state_dict().items()}

@@ -33,6 +33,7 @@ from optimus_cc.communication.gradient_sync import (
     undo,
     unwrapped,
 )
+from optimus_cc.communication.probe import Probe
 from optimus_cc.communication.traffic import TrafficMeter
 
 
@@ -60,14 +61,20 @@ class FusedEmbeddingSync:
         model: the chunks of this rank.
         meter: the fused all-reduce counts as ``embedding``.
         schedule_groups: the process groups that a finaliser gets if its caller names none.
+        probe: the synchronisation is reported to it as a span.
 
     Raises:
         ValueError: on every rank, if there is nothing to fuse or the copies are not alike.
     """
 
     def __init__(
-        self, model: Sequence[torch.nn.Module], meter: TrafficMeter, schedule_groups: ProcessGroupCollection
+        self,
+        model: Sequence[torch.nn.Module],
+        meter: TrafficMeter,
+        schedule_groups: ProcessGroupCollection,
+        probe: Probe | None = None,
     ) -> None:
+        probe = probe or Probe()
         self._weight: torch.nn.Parameter | None = None
         self._bucket_group: Any = None
         self._place = self._agree(model)
@@ -88,7 +95,8 @@ class FusedEmbeddingSync:
         @functools.wraps(finish)
         def finish_with_embedding(force_all_reduce: bool | None = False) -> None:
             finish(force_all_reduce=force_all_reduce)
-            self.synchronize(bool(force_all_reduce))
+            with probe.span("embedding", "fused embedding"):
+                self.synchronize(bool(force_all_reduce))
 
         self._restores.append(replace(last, "finish_grad_sync", finish_with_embedding))
 

@@ -8,6 +8,7 @@ Megatron-core's own method runs, on unchanged tensors.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from optimus_cc.communication.probe import Probe
 from optimus_cc.communication.traffic import TrafficMeter
 from optimus_cc.compression import Codec, CompressedStream, Identity, Payload, build_codec
 from optimus_cc.config.technique import CompressedBackpropagationConfig
@@ -30,16 +32,24 @@ class ScheduleMismatch(RuntimeError):
 
 
 class _AfterWait:
-    """A request handle that does something once the transfer is complete, and keeps buffers alive until then."""
+    """A request handle that does something once the transfer is complete, and keeps buffers alive until then.
 
-    def __init__(self, work: Any, action: Callable[[], None] | None, keep: Any) -> None:
+    Args:
+        probe, name: waiting and what is done then are a span of this name.
+    """
+
+    def __init__(
+        self, work: Any, action: Callable[[], None] | None, keep: Any, probe: Probe | None = None, name: str = ""
+    ) -> None:
         self._work, self._action, self._keep = work, action, keep
+        self._probe, self._name = probe or Probe(), name
 
     def wait(self, *args: Any) -> Any:
-        result = self._work.wait(*args)
-        action, self._action, self._keep = self._action, None, None
-        if action is not None:
-            action()
+        with self._probe.span("inter_stage", self._name):
+            result = self._work.wait(*args)
+            action, self._action, self._keep = self._action, None, None
+            if action is not None:
+                action()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -57,6 +67,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
         seed: keys the codecs' private random generators.
         split_over: a tensor-parallel group whose ranks all hold the same messages. Each sends its share of the rows,
             and shares are gathered on arrival: bytes between stages fall by the group's size, whatever the codec.
+        probe: what messages and spans of time are reported to.
 
     Raises:
         ValueError: the configuration asks Megatron-core for messages whose shape is not known beforehand.
@@ -70,6 +81,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
         meter: TrafficMeter,
         seed: int = 0,
         split_over: dist.ProcessGroup | None = None,
+        probe: Probe | None = None,
     ) -> None:
         super().__init__(pp_group, config)
         if technique.enabled and (config.overlap_moe_expert_parallel_comm or config.mtp_standalone):
@@ -86,6 +98,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
             )
         self.technique = technique
         self.meter = meter
+        self.probe = probe or Probe()
         self._seed = seed
         self._tp_group = split_over
         self._shares = split_over.size() if split_over is not None else 1
@@ -93,6 +106,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
         self._codec: Codec = build_codec(technique.codec)
         self._streams: dict[str, CompressedStream] = {}
         self._to_remember: list[CompressedStream] = []
+        self._to_report: list[tuple[Message, Callable[[], torch.Tensor | None]]] = []
         self._schedule: Schedule | None = None
         self._checked: Schedule | None = None
         self._to_send: dict[str, deque[Message]] = {}
@@ -107,6 +121,7 @@ class CompressedP2PCommunicator(P2PCommunicator):
             ValueError: so few micro-batches would compress nothing.
         """
         self._to_send, self._to_receive, self._schedule = {}, {}, None
+        self._to_report.clear()
         if not forward_only and self.technique.residual == "reset":
             self._reset()  # also after a mini-batch that an exception ended
         if forward_only or not self.technique.enabled:
@@ -147,7 +162,8 @@ class CompressedP2PCommunicator(P2PCommunicator):
 
     def _reset(self) -> None:
         for stream in self._streams.values():
-            stream.reset()
+            with self.probe.span("codec", "reset"):
+                stream.reset()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -195,9 +211,6 @@ class CompressedP2PCommunicator(P2PCommunicator):
             return self.technique.compress_forward
         return message.is_compressed(epilogue_only=self.technique.epilogue_only, flush=self.technique.flushes)
 
-    def _arrives_compressed(self, direction: str) -> bool:
-        return self._is_compressed(direction, self._next(self._to_receive, direction, "received"))
-
     def _outgoing(self, tensor: torch.Tensor | None, direction: str) -> tuple[torch.Tensor | None, bool]:
         """What to hand to the transport for ``tensor``, and whether it is something else than a tensor of its shape."""
         if tensor is None:
@@ -206,16 +219,26 @@ class CompressedP2PCommunicator(P2PCommunicator):
         logical = tensor.numel() * tensor.element_size()
         out, changed = tensor, False
         if self._is_split(tensor.shape):
-            out, changed = tensor.detach().chunk(self._shares)[self._share], True
+            out, changed = self._own_rows(tensor.detach()), True
         if message is not None and self._is_compressed(direction, message):
             if tensor.dtype != self.config.pipeline_dtype:
                 raise ScheduleMismatch(f"a {tensor.dtype} message where pipeline_dtype is {self.config.pipeline_dtype}")
             stream = self._stream(f"{direction}.{message.boundary}")
-            out, changed = stream.encode(out.detach(), remember=False).data, True
-            if not (message.last and self.technique.residual == "reset"):  # that residual would be dropped unseen
+            with self.probe.span("codec", "encode", message):
+                payload = stream.encode(out.detach(), remember=False)
+            if direction == "backward" and self.probe.messages is not None:
+                self._to_report.append((message, functools.partial(self._left_out, stream, out, payload)))
+            out, changed = payload.data, True
+            if message.last and self.technique.residual == "reset":
+                stream.reset()  # that residual would be dropped unseen
+            else:
                 self._to_remember.append(stream)
-        elif message is not None and direction == "backward" and self.technique.flushes and message.last:
-            out = self._stream(f"{direction}.{message.boundary}").flush(out.detach())
+        elif message is not None and direction == "backward":
+            if self.technique.flushes and message.last:
+                with self.probe.span("codec", "flush", message):
+                    out = self._stream(f"{direction}.{message.boundary}").flush(out.detach())
+            if self.probe.messages is not None:
+                self._to_report.append((message, lambda: None))
         self.meter.add(f"pipeline_{direction}", logical, out.numel() * out.element_size())
         return out, changed
 
@@ -230,10 +253,47 @@ class CompressedP2PCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        forward = self._next(self._to_receive, "forward", "received") if recv_prev else None
+        backward = self._next(self._to_receive, "backward", "received") if recv_next else None
+        name = ""
+        if self.probe.spans is not None:
+            tensors = {"send_next": tensor_send_next is not None, "send_prev": tensor_send_prev is not None}
+            used = {**tensors, "recv_prev": recv_prev, "recv_next": recv_next}
+            name = ", ".join(_IN_A_TRACE[request] for request in used if used[request])
+        with self.probe.span("inter_stage", name):
+            result = self._exchange(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+                decode_prev=self._is_compressed("forward", forward),
+                decode_next=self._is_compressed("backward", backward),
+            )
+        if self.probe.messages is not None:
+            if forward is not None and result[0] is not None:
+                self.probe.messages.forward_arrived(forward, self._own_rows(result[0].detach()))
+            for message, left_out in self._to_report:
+                self.probe.messages.backward_sent(message, left_out())
+            self._to_report.clear()
+        return result
+
+    def _exchange(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool,
+        decode_prev: bool,
+        decode_next: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        """:meth:`_communicate`, once it is known whether what arrives is to be decoded."""
         send_next, next_changed = self._outgoing(tensor_send_next, "forward")
         send_prev, prev_changed = self._outgoing(tensor_send_prev, "backward")
-        decode_prev = recv_prev and self._arrives_compressed("forward")
-        decode_next = recv_next and self._arrives_compressed("backward")
         splits = (recv_prev or recv_next) and self._is_split(tensor_shape)
         if not (splits or next_changed or prev_changed or decode_prev or decode_next):
             with self.meter.pipeline_transfer():
@@ -245,7 +305,12 @@ class CompressedP2PCommunicator(P2PCommunicator):
                     tensor_shape=tensor_shape,
                     wait_on_reqs=wait_on_reqs,
                 )
-            return result
+            if self.probe.spans is None or not isinstance(result[2], dict):
+                return result
+            handles = {
+                name: _AfterWait(work, None, None, self.probe, _waiting(name)) for name, work in result[2].items()
+            }
+            return result[0], result[1], handles
         arriving: dict[str, _Arriving] = {}
         if recv_prev:
             arriving["recv_prev"] = self._arriving(tensor_shape, decode_prev)
@@ -265,7 +330,8 @@ class CompressedP2PCommunicator(P2PCommunicator):
                 next_pipeline_rank=self.next_rank,
             )
         while self._to_remember:
-            self._to_remember.pop().remember()
+            with self.probe.span("codec", "remember"):
+                self._to_remember.pop().remember()
         if wait_on_reqs:
             for request in requests.values() if isinstance(requests, dict) else requests:
                 request.wait()
@@ -275,7 +341,9 @@ class CompressedP2PCommunicator(P2PCommunicator):
         else:
             keep = (send_prev, send_next, buffers)
             requests = {
-                name: _AfterWait(work, arriving[name].complete if name in arriving else None, keep)
+                name: _AfterWait(
+                    work, arriving[name].complete if name in arriving else None, keep, self.probe, _waiting(name)
+                )
                 for name, work in requests.items()
             }
         if batched and self.config.batch_p2p_sync:
@@ -291,6 +359,17 @@ class CompressedP2PCommunicator(P2PCommunicator):
         """Whether tensor-parallel ranks each send a share of such a message; both ends know its shape."""
         return self._shares > 1 and shape[0] % self._shares == 0
 
+    def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of a message."""
+        return tensor.chunk(self._shares)[self._share] if self._is_split(tensor.shape) else tensor
+
+    def _left_out(self, stream: CompressedStream, tensor: torch.Tensor, payload: Payload) -> torch.Tensor | None:
+        """What the message just sent lacks, in fp32; None if it was dropped unseen."""
+        if stream.feedback:
+            return stream.memory
+        with self.probe.span("probes", "residual"):
+            return tensor.float() - self._codec.decode(payload).float()
+
     def _arriving(self, shape: Sequence[int], compressed: bool) -> _Arriving:
         tensor = torch.empty(
             tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
@@ -303,16 +382,28 @@ class CompressedP2PCommunicator(P2PCommunicator):
         buffer = wire.allocate(tensor.device)
 
         def complete() -> None:
-            arrived = codec.decode(Payload(wire, buffer))
-            if shares == 1:
-                tensor.data.copy_(arrived)
-            else:
+            with self.probe.span("codec" if compressed else "inter_stage", "decode"):
+                arrived = codec.decode(Payload(wire, buffer))
+                if shares == 1:
+                    tensor.data.copy_(arrived)
+            if shares > 1:
                 dist.all_gather_into_tensor(tensor.data, arrived.contiguous(), group=self._tp_group)
 
         return _Arriving(tensor, buffer, complete)
 
 
 _IDENTITY = Identity()
+_IN_A_TRACE = {
+    "send_next": "send forward",
+    "send_prev": "send backward",
+    "recv_prev": "receive forward",
+    "recv_next": "receive backward",
+}
+"""What the requests of a transfer are for: activations come from the stage before, gradients from the one after."""
+
+
+def _waiting(request: str) -> str:
+    return f"wait: {_IN_A_TRACE.get(request, request)}"
 
 
 @dataclass

@@ -31,6 +31,9 @@ from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest, sug
 if TYPE_CHECKING:
     from optimus_cc.config.run import RunConfig
 
+# ${times:NUMBER,FACTOR}: an ablation's rank in relation to the model's, at least 1. Hydra needs it to show one, too.
+OmegaConf.register_new_resolver("times", lambda number, factor: max(1, round(number * factor)), replace=True)
+
 CONF = Path(__file__).parents[2] / "conf"
 PRIMARY = "config"
 HYDRA_VERSION = "1.3"
@@ -193,8 +196,9 @@ class _Composer:
                 fix = f"leave {group}={got} out, or leave +ablation={name} out"
                 yield Problem(group, got, f"{want}, which ablation={name} is about", fix)
                 return
+        here = OmegaConf.merge(_without_hydra(composed), {"technique": meant.technique})  # what it means for this model
         for key in sorted(keys):
-            want, got = OmegaConf.select(meant, key), OmegaConf.select(composed, key)
+            want, got = OmegaConf.select(here, key), OmegaConf.select(composed, key)
             if want != got:
                 fix = f"leave {key} out, or say technique={composed.technique.name} in place of +ablation={name}"
                 yield Problem(key, got, f"{str(want).lower()}, which ablation={name} is about", fix)

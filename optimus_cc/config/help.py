@@ -16,7 +16,8 @@ GROUPS = {
     "tokenizer": "text to tokens",
     "optimizer": "optimizer and learning-rate schedule",
     "training": "length, batches, precision, validation",
-    "cluster": "the machines",
+    "cluster": "the machines and their links",
+    "benchmark": "what task=benchmark measures",
     "launcher": "how ranks are started",
     "tracking": "a copy of the metrics elsewhere",
 }
@@ -29,6 +30,8 @@ Trains a GPT under 3D parallelism and compresses the traffic on its critical pat
 Examples
   python run.py                             compressed backpropagation in four pipeline stages
   python run.py +ablation=cb_no_epilogue    one ablation
+  python run.py +ablation=sc_fraction_50 parallel=pp4_dp2
+                                            gradients (sc_*, cb_fe_sc) need several data-parallel ranks
   python run.py parallel=tp2_pp2_dp2 technique.cb.codec.rank=8
   python run.py -m +ablation=baseline,cb training.seed=1,2,3
                                             a sweep: every combination, one after the other

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
@@ -19,6 +21,7 @@ from optimus_cc.config.launcher import LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.config.resume import resume_problems, resumed_from
 from optimus_cc.config.schema import Name, strict
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
@@ -32,7 +35,7 @@ _UNSCIENTIFIC = {
     "technique": {"name"},
     "data": {"cache_dir", "path", "weights"},
     "tokenizer": {"path", "vocab_file", "merges_file"},
-    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers"},
+    "training": {"log_interval", "device", "timeout_s", "on_nonfinite_loss", "data_workers", "checkpoint", "probes"},
 }
 """Keys of the scientific groups that do not change what a run computes, or that are replaced by a fingerprint."""
 
@@ -57,6 +60,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     training: TrainingConfig
     cluster: ClusterConfig
+    benchmark: BenchmarkConfig = NoBenchmarkConfig()
     launcher: LauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
     runs_dir: str = "runs"
@@ -99,6 +103,12 @@ class RunConfig:
         """Bytes of a stage-to-stage message that compressed backpropagation's codec has encoded."""
         return wire_nbytes(self.technique.cb.codec, self.message_shape, self.message_itemsize)
 
+    def with_technique(self, technique: TechniqueConfig) -> RunConfig:
+        """The same with another technique, and nothing to measure."""
+        this: Any = self
+        changed: RunConfig = replace(this, technique=technique, benchmark=NoBenchmarkConfig())
+        return changed
+
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""
         mapping: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
@@ -128,6 +138,9 @@ class RunConfig:
         for name in ("fe", "sc"):
             if not technique[name]["enabled"]:
                 del technique[name]
+        source = science["training"].pop("resume_from")
+        if source is not None:
+            science["training"]["resume_from"] = resumed_from(source)
         if isinstance(self.data, JsonLinesConfig):
             science["data"]["files"] = [fingerprint(path) for path in self.data.paths]
             science["data"]["weights"] = self.data.weights
@@ -145,7 +158,7 @@ class RunConfig:
 
     def notices(self) -> list[str]:
         """Things that are allowed but that the person who composed this should know before it starts."""
-        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices()]
+        return [*self._cb_notices(), *self._fe_notices(), *self._sc_notices(), *benchmark_notices(self)]
 
     def _fe_notices(self) -> Iterator[str]:
         if self.technique.fe.enabled and self.parallel.data_parallel_size == 1:
@@ -189,6 +202,10 @@ class RunConfig:
         yield from self._batch_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()
+        yield from self._probes_problems()
+        if (source := self.training.resume_from) is not None:
+            yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
+        yield from benchmark_problems(self)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -233,7 +250,8 @@ class RunConfig:
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        if self.task.name == "train" and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+        starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
+        if starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1:
             yield Problem(
                 "cluster.num_nodes",
                 self.cluster.num_nodes,
@@ -296,6 +314,30 @@ class RunConfig:
         """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
         h, f, tp = self.model.hidden_size, self.model.ffn_width, self.parallel.tensor_parallel_size
         return [(3 * h // tp, h), (h, h // tp), (f // tp, h), (h, f // tp)]
+
+    def _probes_problems(self) -> Iterator[Problem]:
+        probes, cb = self.training.probes, self.technique.cb
+        yield from probes.problems(self.training.steps)
+        if not probes.error_independence:
+            return
+        if not cb.enabled:
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "false while technique.cb.enabled is false: nothing is left out of a message",
+                "technique=cb, or training.probes.error_independence=false",
+            )
+        elif not any(
+            message.is_compressed(epilogue_only=cb.epilogue_only, flush=cb.flushes) and not message.last
+            for rank in range(self.parallel.pipeline_parallel_size)
+            for message in self.schedule.sent_backward(rank)
+        ):
+            yield Problem(
+                "training.probes.error_independence",
+                True,
+                "a layout in which some boundary compresses a message that another one follows in the mini-batch",
+                "technique.cb.epilogue_only=false, or more stages and micro-batches",
+            )
 
 
 def _size_key(codec: CodecConfig) -> str:

@@ -5,26 +5,16 @@ Exit codes: 0 trained to the end; 75 (EX_TEMPFAIL) stopped at a step boundary be
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from optimus_cc.process import EXIT_PREEMPTED, Report, die_with_parent, install_stack_dump
+from optimus_cc.process import EXIT_PREEMPTED, Report, leave_at_once, run_rank
 
 
 def main(folder_path: str) -> int:
-    die_with_parent()
-    install_stack_dump()
-    report = Report.from_environment()
-    try:
-        return _train(Path(folder_path), report)
-    except BaseException as error:
-        report.failed(error)
-        traceback.print_exc()
-        _leave_at_once()
+    return run_rank(lambda report: _train(Path(folder_path), report))
 
 
 def _train(path: Path, report: Report) -> int:
@@ -44,6 +34,7 @@ def _train(path: Path, report: Report) -> int:
     from megatron.core import parallel_state
 
     from optimus_cc.training import loop
+    from optimus_cc.training.checkpoint import Checkpoints
     from optimus_cc.training.corpus import cache_folder
     from optimus_cc.training.datasets import batches, build_datasets
     from optimus_cc.training.tokenizer import Tokenizer
@@ -79,22 +70,32 @@ def _train(path: Path, report: Report) -> int:
             pin_memory=backend.is_cuda,
         )
 
-    result = loop.run(trainer, source(train_set), source(validation_set), record, heartbeat=report.beat, stop=stop)
+    saver = Checkpoints(config, folder.checkpoints, backend, report.beat)
+    resumed, notes = saver.resume(trainer)
+    if tracker is not None:
+        to_repeat = ("validation",) if resumed is not None and resumed["validation_due"] else ()
+        said = {"kind": "resume", "step": trainer.step, "notes": notes} if notes else None
+        folder.cut_metrics(trainer.step, to_repeat, said)
+        print(*notes, sep="\n", flush=True)
+    result = loop.run(
+        trainer,
+        source(train_set),
+        source(validation_set),
+        record,
+        heartbeat=report.beat,
+        stop=stop,
+        saver=saver,
+        resumed=resumed,
+        trace_path=folder.trace_path,
+    )
     if isinstance(result, loop.Stopped):
-        print(f"stopped at step {result.step}: asked to", flush=True)
-        _leave_at_once(EXIT_PREEMPTED)
+        print(f"stopped at step {result.step}: asked to; a checkpoint is there", flush=True)
+        leave_at_once(EXIT_PREEMPTED)
     if tracker is not None:
         folder.write_summary({"run_id": config.run_id, **result})
         tracker.finish(result)
     backends.stop()
     return 0
-
-
-def _leave_at_once(code: int = 1) -> NoReturn:
-    """End without waiting for communicators whose peers may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

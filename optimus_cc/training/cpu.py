@@ -111,6 +111,9 @@ def _replace_cuda_functions() -> None:
         "current_stream": lambda *args: stream,
         "default_stream": lambda *args: stream,
         "stream": lambda *args: nullcontext(),
+        "Stream": _Stream,
+        "set_device": lambda *args: None,  # not `nothing`: torch.compile treats it unlike those
+        "device_memory_used": lambda *args: 0,
         "synchronize": nothing,
         "empty_cache": nothing,
         "reset_peak_memory_stats": nothing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,29 @@ class History:
         self.resume()
         return record
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a later History needs to go on as if nothing had happened. Call it after :meth:`pause`."""
+        return {
+            "loss_sum": self._loss_sum,
+            "grad_norm_sum": self._grad_norm_sum,
+            "interval_steps": self._interval_steps,
+            "interval_s": self._interval_s,
+            "interval_traffic": _plain(self._interval_traffic),
+            "totals": _plain(self._totals),
+            "steps": self._steps,
+            "step_times": torch.tensor(self._step_times, dtype=torch.float64),
+            "last_loss": self._last_loss,
+            "wall_s": time.perf_counter() - self._created,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loss_sum = state["loss_sum"].to(self._trainer.backend.device)
+        self._grad_norm_sum, self._last_loss = state["grad_norm_sum"], state["last_loss"]
+        self._interval_steps, self._interval_s = state["interval_steps"], state["interval_s"]
+        self._interval_traffic, self._totals = _counts(state["interval_traffic"]), _counts(state["totals"])
+        self._steps, self._step_times = state["steps"], state["step_times"].tolist()
+        self._created = time.perf_counter() - state["wall_s"]
+
     def summary(self, validated: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a training, with its last validation record."""
         times = sorted(self._step_times)
@@ -145,3 +168,11 @@ class History:
 def perplexity(loss: float) -> float:
     """Token perplexity of a mean loss per token (nats)."""
     return math.inf if loss > 700 else math.exp(loss)
+
+
+def _plain(counts: Mapping[str, ByteCount]) -> dict[str, list[float]]:
+    return {name: [count.logical_bytes, count.wire_bytes] for name, count in counts.items()}
+
+
+def _counts(plain: Mapping[str, Sequence[float]]) -> dict[str, ByteCount]:
+    return {name: ByteCount(*plain.get(name, ())) for name in TRAFFIC_CLASSES}

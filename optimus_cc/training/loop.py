@@ -7,10 +7,11 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from optimus_cc.training.backend import Backend
 from optimus_cc.training.history import History, perplexity
 from optimus_cc.training.model import build_model
 from optimus_cc.training.optimizer import build_optimizer
+from optimus_cc.training.probes import Probes
 
 Batch = dict[str, torch.Tensor]
 BatchSource = Callable[[int], Iterator[Batch]]
@@ -53,6 +55,16 @@ class StopRequest:
         self.requested = True
 
 
+class Saver(Protocol):
+    """Keeps what a training needs to go on; see :mod:`optimus_cc.training.checkpoint`."""
+
+    def due(self, step: int) -> bool:
+        """Whether this rank finds that it is time."""
+
+    def save(self, trainer: Trainer, rest: dict[str, Any]) -> None:
+        """Save ``trainer`` and ``rest``; called on all ranks."""
+
+
 @dataclass
 class Trainer:
     """One rank's model, optimizer and plan, and how they take a step.
@@ -79,8 +91,6 @@ class Trainer:
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
         transformer.finalize_model_grads_func = finalize_model_grads
-        if config.parallel.overlap_grad_reduce:
-            transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
         attachment = attach(
             config.technique,
             model,
@@ -108,7 +118,8 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(batches, self.config.num_microbatches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        with self.attachment.probe.span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         self.step += 1
         return self._mean(losses), 0.0 if grad_norm is None else float(grad_norm)
@@ -139,11 +150,11 @@ class Trainer:
         dist.all_reduce(tensor, group=self.backend.control_group)
         return [float(value) for value in tensor]
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank; every rank gets the same answer."""
-        tensor = torch.tensor([int(flag)], dtype=torch.int32)
+    def any_rank(self, *flags: bool) -> list[bool]:
+        """Whether each of ``flags`` is true on any rank; every rank gets the same answer."""
+        tensor = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.backend.control_group)
-        return bool(tensor.item())
+        return [bool(flag) for flag in tensor]
 
     def mean_loss(self, loss: torch.Tensor) -> float:
         """Mean over data-parallel ranks of the last stage's ``loss``; the same on every rank."""
@@ -209,12 +220,18 @@ def run(
     record: Callable[[dict[str, Any]], None],
     heartbeat: Callable[[], None] = lambda: None,
     stop: StopRequest | None = None,
+    saver: Saver | None = None,
+    resumed: Mapping[str, Any] | None = None,
+    trace_path: Path | None = None,
 ) -> dict[str, Any] | Stopped:
     """Train to the configured number of steps, or until asked to stop.
 
     Args:
         record: takes each metrics record; called on every rank with the same values.
         heartbeat: called after each step and each validation batch.
+        saver: saves when it is due, before an early stop, and at the end.
+        resumed: what it was given to save along with the trainer, when this one goes on from there.
+        trace_path: where the trace of training.probes.trace_step goes.
 
     Returns:
         the summary, or where training stopped.
@@ -224,11 +241,41 @@ def run(
     """
     training = trainer.config.training
     history = History(trainer)
+    probes = Probes(trainer, trace_path)
+    validated: dict[str, Any] = {}
+    validation_due = False
+    if resumed is not None:
+        history.load_state_dict(resumed["history"])
+        validated, validation_due = dict(resumed["validated"]), resumed["validation_due"]
+
+    def asked_to_stop() -> bool:
+        return stop is not None and stop.requested
+
+    def save() -> bool:
+        """Whether a request to stop has come by the time that it is done."""
+        if saver is None:
+            return False
+        history.pause()
+        rest = {"history": history.state_dict(), "validated": validated, "validation_due": validation_due}
+        saver.save(trainer, rest)
+        (stopping,) = trainer.any_rank(asked_to_stop())
+        history.resume()
+        return stopping
+
     batches = trainer.batches_for_chunks(train_batches, trainer.step)
     history.resume()
-    validated: dict[str, Any] = {}
-    while trainer.step < training.steps:
-        history.add(*trainer.train_step(batches))
+    began_at = trainer.step
+    while True:
+        if validation_due:
+            history.pause()
+            validated = validation_record(trainer, validation_batches, heartbeat)
+            record(validated)
+            history.resume()
+            validation_due = False
+        if trainer.step >= training.steps:
+            break
+        with probes.step(history, record):
+            history.add(*trainer.train_step(batches))
         heartbeat()
         last = trainer.step == training.steps
         if trainer.step % training.log_interval == 0 or last:
@@ -240,13 +287,12 @@ def run(
                     f"(gradient norm {values['grad_norm']:.4g}, "
                     f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on"
                 )
-        if not last and trainer.any_rank(stop is not None and stop.requested):
+        validation_due = last or trainer.step % training.validation_interval == 0
+        stopping, due = trainer.any_rank(asked_to_stop(), saver is not None and saver.due(trainer.step))
+        if not last and (stopping or due) and (save() or stopping):
             return Stopped(trainer.step)
-        if trainer.step % training.validation_interval == 0 or last:
-            history.pause()
-            validated = validation_record(trainer, validation_batches, heartbeat)
-            record(validated)
-            history.resume()
+    if trainer.step > began_at:
+        save()
     return history.summary(validated)
 
 

@@ -85,6 +85,8 @@ def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> 
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
+    if config.parallel.overlap_grad_reduce:
+        transformer.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 

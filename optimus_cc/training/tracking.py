@@ -40,8 +40,8 @@ class Tracker:
             return cls(None)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """One metrics record; nested values become ``outer/inner``."""
-        if self._run is None:
+        """One metrics record; nested values become ``outer/inner``. A tracker has no place for a step's many probes."""
+        if self._run is None or record.get("kind") == "probe":
             return
         try:
             kind, step = str(record["kind"]), int(record["step"])

@@ -158,7 +158,7 @@ def _refusals(config: RunConfig, techniques: list[TechniqueConfig], **settings: 
         setattr(get_model_config(trainer.model[0]), name, value)
     messages = []
     for technique in techniques:
-        with pytest.raises(ValueError, match="allowed is") as caught:
+        with pytest.raises(ValueError, match=r"allowed is|must not be") as caught:
             attach(technique, trainer.model)
         messages.append(str(caught.value))
     return messages
@@ -178,6 +178,10 @@ def test_what_can_not_work_is_refused_with_the_reason(ranks: RankPool) -> None:
     for settings in ({"overlap_p2p_comm": False}, {"batch_p2p_comm": True}):
         for messages in ranks.run(2, _refusals, tiny("pp2_v2_overlap"), [TechniqueConfig(), CB], **settings):
             assert all("batch_p2p" in message and "overlap_p2p" in message for message in messages)
+    for name in ("cuda_graph_impl", "cuda_graph_scope"):
+        capturing: dict[str, Any] = {name: "full_iteration"}
+        (messages,) = ranks.run(1, _refusals, tiny("single"), [TechniqueConfig()], **capturing)
+        assert "a plan decides at every step" in messages[0]
 
 
 def _too_few_to_flush(config: RunConfig, flushing: TechniqueConfig) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus_cc import exposure_report
+from optimus_cc import stage_traffic
 from optimus_cc.config import ConfigError, RunConfig, load
 from optimus_cc.config.compose import CONF
 from tests.config.command_line import one
@@ -204,7 +204,7 @@ def _ranks_agree(config: RunConfig, results: Results) -> None:
 
 
 def _traffic_is_as_foretold(config: RunConfig, results: Results) -> None:
-    said = exposure_report.traffic(config)
+    said = stage_traffic.traffic(config)
     cb, sc = config.technique.cb, config.technique.sc
     exact = ["pipeline_forward", "pipeline_backward", "embedding"]
     if not sc.enabled and not config.parallel.distributed_optimizer:  # whose buffers are padded

@@ -148,17 +148,68 @@ def test_what_saves_nothing_but_does_no_harm_is_said(line: str, notice: str) -> 
     assert any(notice in said for said in one(line).notices())
 
 
-def test_every_ablation_is_tested_here() -> None:
-    differences = ["forward", "naive", "no_epilogue", "no_lazy_error", *OTHER_ABLATIONS]
-    assert options("ablation") == ["baseline", "cb", *sorted(f"cb_{name}" for name in differences)]
-
-
 OTHER_ABLATIONS: dict[str, dict[str, Any]] = {
     "carry": {"residual": "carry"},
     "flush": {"residual": "flush"},
     "cold_start": {"codec": {"name": "low_rank", "rank": 4, "warm_start": False, "wire_dtype": "input"}},
     "topk": {"codec": {"name": "top_k", "density": None, "match_rank": 4, "wire_dtype": "input"}},
 }
+
+TOP_K = {"name": "top_k", "match_rank": 4, "density": None, "rank": None, "warm_start": None}
+DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    # what it is laid on, and all that is different then; None: no such key
+    "baseline": ("technique=baseline", {}),
+    "cb": ("technique=cb", {}),
+    "cb_carry": ("+ablation=cb", {"cb.residual": "carry"}),
+    "cb_cold_start": ("+ablation=cb", {"cb.codec.warm_start": False}),
+    "cb_fe_sc": ("technique=cb_fe_sc", {}),
+    "cb_flush": ("+ablation=cb", {"cb.residual": "flush"}),
+    "cb_forward": ("+ablation=cb", {"cb.compress_forward": True}),
+    "cb_naive": ("+ablation=cb", {"cb.epilogue_only": False, "cb.lazy_error_propagation": False}),
+    "cb_no_epilogue": ("+ablation=cb", {"cb.epilogue_only": False}),
+    "cb_no_lazy_error": ("+ablation=cb", {"cb.lazy_error_propagation": False}),
+    "cb_topk": ("+ablation=cb", {"name": "cb_topk", **{f"cb.codec.{key}": value for key, value in TOP_K.items()}}),
+    "sc_fraction_100": ("+ablation=cb_fe_sc", {"sc.fraction": 1.0}),
+    "sc_fraction_25": ("+ablation=cb_fe_sc", {"sc.fraction": 0.25}),
+    "sc_fraction_50": ("+ablation=cb_fe_sc", {"sc.fraction": 0.5}),
+    "sc_rank_double": ("+ablation=cb_fe_sc", {"sc.codec.rank": 16}),
+    "sc_rank_half": ("+ablation=cb_fe_sc", {"sc.codec.rank": 4}),
+}
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {key: leaf for name, child in node.items() for key, leaf in leaves(child, f"{prefix}.{name}").items()}
+
+
+def test_every_ablation_is_tested_here() -> None:
+    assert options("ablation") == sorted(DIFFERENCES)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_an_ablation_differs_from_its_base_in_what_it_names(name: str) -> None:
+    base, different = DIFFERENCES[name]
+    before, after = (leaves(mapping(f"{said} parallel=pp4_dp2")) for said in (base, f"+ablation={name}"))
+    changed = {key: after.get(key) for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    expected = {f".technique.{key}": value for key, value in different.items() if value is not None}
+    gone = {f".technique.{key}" for key, value in different.items() if value is None and f".technique.{key}" in before}
+    assert changed == {".ablation": name, **expected, **dict.fromkeys(gone)}
+
+
+@pytest.mark.parametrize("name", ["cb_fe_sc", *(name for name in DIFFERENCES if name.startswith("sc_"))])
+def test_ablations_of_gradients_need_data_parallel_ranks(name: str) -> None:
+    with pytest.raises(ConfigError, match="parallel=pp4_dp2"):
+        one(f"+ablation={name}")
+
+
+def test_ablations_of_the_rank_follow_the_model() -> None:
+    papers = f"model=gpt_8_3b parallel=tp8_pp4_dp4 {ALL_RANKS}"
+    ranks = [one(f"+ablation=sc_rank_{name} {papers}").to_mapping()["technique"]["sc"] for name in ("half", "double")]
+    assert [(sc["codec"]["rank"], sc["default_rank"]) for sc in ranks] == [(64, 128), (256, 128)]
+    with pytest.raises(ConfigError, match="64, which ablation=sc_rank_half is about"):
+        one(f"+ablation=sc_rank_half technique.sc.codec.rank=32 {papers}")
+    assert mapping("+ablation=sc_rank_half model.sc_rank=1 parallel=pp4_dp2")["technique"]["sc"]["codec"]["rank"] == 1
 
 
 @pytest.mark.parametrize("name", OTHER_ABLATIONS)
@@ -234,7 +285,11 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "cluster=a100_hdr200": "cluster.num_nodes=1",
         "technique=baseline": "parallel=single",
         **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
+        **{f"ablation={name}": "parallel=pp4_dp2" for name in DIFFERENCES if name.startswith("sc_")},
+        "ablation=cb_fe_sc": "parallel=pp4_dp2",
         "codec=identity": "technique.cb.enabled=false",
+        "task=benchmark": "benchmark=cost",
+        **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
     }
     for option in options(group):
         choice = f"{group}={option}"

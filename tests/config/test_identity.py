@@ -31,8 +31,13 @@ NOT_COMPUTED = {
     "training.timeout_s",
     "training.on_nonfinite_loss",
     "training.data_workers",
+    "training.probes.error_independence",
+    "training.probes.memory",
+    "training.probes.phases",
+    "training.probes.interval_steps",
+    "training.probes.trace_step",
 }
-GROUPS_NOT_COMPUTED = ("cluster.", "launcher.", "tracking.")
+GROUPS_NOT_COMPUTED = ("cluster.", "benchmark.", "launcher.", "tracking.")
 
 
 def changed_once(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,6 +97,8 @@ def test_every_scientific_key_and_no_other_changes_it() -> None:
         ("technique=cb_fe parallel=pp4_dp2", "technique=cb parallel=pp4_dp2 technique.fe.enabled=true"),
         ("", "tracking=wandb runs_dir=/elsewhere launcher.threads_per_rank=2 force=true cluster.ranks_per_node=4"),
         ("", "technique.cb.codec.rank='${model.cb_rank}'"),
+        *(("", f"task=benchmark benchmark={name}") for name in ("cost", "links", "codecs")),
+        ("", "training.probes.error_independence=true training.probes.phases=true training.probes.trace_step=7"),
     ],
 )
 def test_the_same_computation_is_the_same_run(line: str, same: str) -> None:

@@ -47,6 +47,16 @@ WRONG: list[tuple[str, str, str]] = [
     ("model.name=gpt_mini", "model.name", "fix:     model=gpt_mini"),
     ("data.name=jsonl", "data.name", "fix:     data=jsonl"),
     ("technique.cb=true", "technique.cb", "technique.cb.KEY=VALUE"),
+    # benchmarks
+    ("task=benchmark", "benchmark", "fix:     benchmark=cost"),
+    ("benchmark=links", "benchmark", "fix:     task=benchmark"),
+    ("task=benchmark benchmark=cost benchmark.measure=[cb,fee]", "benchmark.measure", "did you mean fe?"),
+    ("task=benchmark benchmark=cost benchmark.measure=[sc]", "benchmark.measure", "data_parallel_size above 1"),
+    ("task=benchmark benchmark=links benchmark.max_bytes=2000", "benchmark.max_bytes", "at least"),
+    ("task=benchmark benchmark=links parallel=single technique=baseline", "parallel", "more than one rank"),
+    ("task=benchmark benchmark=links benchmark.cluster_file=pyproject.toml", "benchmark.cluster_file", "NAME.yaml"),
+    ("task=benchmark benchmark=links benchmark.cluster_file=no/a.yaml", "benchmark.cluster_file", "mkdir -p no"),
+    ("task=benchmark benchmark=codecs benchmark.ranks=[]", "benchmark.ranks", "a list of at least 1"),
     # syntax
     ("model", "command line", "model=VALUE"),
     ("model==gpt_mini", "command line", "KEY=VALUE"),
@@ -137,6 +147,33 @@ WRONG: list[tuple[str, str, str]] = [
         "technique=sc parallel=pp4_dp2 technique.sc.codec.rank=128",
         "technique.sc.codec.rank",
         "technique.sc.codec.rank=8",
+    ),
+    # probes that could measure nothing
+    ("training.probes.trace_step=301", "training.probes.trace_step", "at most training.steps = 300"),
+    (
+        "training.probes.phases=true training.probes.interval_steps=301",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=300",
+    ),
+    (
+        "training.probes.memory=true training.probes.interval_steps=300",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=299",
+    ),
+    (
+        "training.probes.memory=true training.probes.phases=true training.probes.interval_steps=1",
+        "training.probes.interval_steps",
+        "fix:     training.probes.interval_steps=2",
+    ),
+    (
+        "technique=baseline training.probes.error_independence=true",
+        "training.probes.error_independence",
+        "technique=cb",
+    ),
+    (
+        "parallel=pp2 training.probes.error_independence=true",
+        "training.probes.error_independence",
+        "technique.cb.epilogue_only=false",
     ),
     ("+ablation=baseline technique.fe.enabled=true", "technique.fe.enabled", "false, which ablation=baseline is about"),
     ("technique=baseline +ablation=cb_no_epilogue", "technique", "cb, which ablation=cb_no_epilogue is about"),

@@ -1,0 +1,1 @@
+"""What the communication layer costs, what the links do, and how fast codecs are: measured here."""

@@ -1,0 +1,121 @@
+"""The checkpoints of a run folder as files: which are there, which are complete. Without torch.
+
+``checkpoints/step_00000120/`` is written under another name, ``.step_00000120.partial``, and gets its own when all of
+it is on the disk. Its ``manifest.json`` says what it holds: the size and the CRC-32 of every file, the step, the run,
+and the configuration that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimus_cc.records import read_json_object
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+_PARTIAL = re.compile(r"\.step_\d{8,}\.partial")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has the name of a complete checkpoint; :meth:`problem` says whether it is one."""
+
+    path: Path
+    step: int
+
+    def manifest(self) -> dict[str, Any] | None:
+        """What it says about itself; None if that can't be read or belongs to another step."""
+        manifest = read_json_object(self.path / MANIFEST)
+        if manifest is None or manifest.get("step") != self.step or not isinstance(manifest.get("files"), Mapping):
+            return None
+        return manifest
+
+    def problem(self) -> str | None:
+        """Why it can't be used, as far as names and sizes tell; None if it looks complete."""
+        manifest = self.manifest()
+        if manifest is None:
+            return f"its {MANIFEST} can't be read"
+        for name, entry in manifest["files"].items():
+            try:
+                size = (self.path / name).stat().st_size
+            except OSError:
+                return f"{name} is missing"
+            if not isinstance(entry, Mapping) or size != entry.get("bytes"):
+                return f"{name} has {size} bytes, not those it was written with"
+        return None
+
+    def damaged_files(self, part: int = 0, parts: int = 1) -> list[str]:
+        """Files whose content isn't what was written; looks at every ``parts``-th one, from number ``part`` on."""
+        manifest = self.manifest()
+        files = sorted((manifest or {}).get("files", {}).items())
+        return [name for name, entry in files[part::parts] if file_record(self.path / name) != dict(entry)]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the disk."""
+        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
+
+
+def all_in(folder: Path) -> list[Checkpoint]:
+    """What is named like a checkpoint in a ``checkpoints`` folder, newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+                found.append(Checkpoint(path, int(match[1])))
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest one that looks complete."""
+    return next((checkpoint for checkpoint in all_in(folder) if checkpoint.problem() is None), None)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where a checkpoint is until all of it is there."""
+    return folder / f".{path_of(folder, step).name}.partial"
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what saves that were interrupted have left."""
+    for path in _partial_in(folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint; one that is half removed doesn't look like one."""
+    doomed = partial_path(checkpoint.path.parent, checkpoint.step)
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def file_record(path: Path) -> dict[str, int] | None:
+    """Size and CRC-32 of a file; None if it can't be read."""
+    checksum = size = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                checksum = zlib.crc32(block, checksum)
+                size += len(block)
+    except OSError:
+        return None
+    return {"bytes": size, "crc32": checksum}
+
+
+def _partial_in(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _PARTIAL.fullmatch(path.name):
+                yield path

@@ -1,0 +1,49 @@
+"""``training.resume_from``: going on from a checkpoint of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus_cc import checkpoints
+from optimus_cc.config.errors import Problem
+
+_KEY = "training.resume_from"
+_MUST_AGREE = (("model", None), ("optimizer", "name"), ("training", "global_batch_size"))
+"""(group, key) of what a checkpoint's run must have in common with one that goes on from it; None: all of the group."""
+
+
+def resumed_from(path: str) -> dict[str, Any]:
+    """The run and the step that a checkpoint's path names: what counts for the identity of a run that starts there."""
+    place = Path(path)
+    return {"run_id": place.parent.parent.name, "checkpoint": place.name}
+
+
+def resume_problems(path: str, science: Mapping[str, Any], steps: int) -> Iterator[Problem]:
+    """What keeps a run with the scientific configuration ``science`` and this many steps from going on there."""
+    place = Path(path)
+    there = {str(found.path): found for found in checkpoints.all_in(place.parent)}
+    found = there.get(str(place))
+    if found is None:
+        choices = checkpoints.all_in(place / "checkpoints") or checkpoints.all_in(place) or list(there.values())
+        how = f"{_KEY}={choices[0].path}" if choices else f"{_KEY}=runs/ID/checkpoints/step_00000300"
+        yield Problem(_KEY, path, "the folder of one checkpoint", how)
+        return
+    if (broken := found.problem()) is not None:
+        yield Problem(_KEY, path, f"a complete checkpoint; {broken}", f"another one in {place.parent}")
+        return
+    if found.step >= steps:
+        yield Problem(_KEY, path, f"a checkpoint before training.steps = {steps}", f"training.steps={2 * found.step}")
+    theirs = (found.manifest() or {}).get("scientific", {})
+    for group, key in _MUST_AGREE:
+        ours = science[group] if key is None else science[group][key]
+        other = theirs.get(group) if key is None else theirs.get(group, {}).get(key)
+        if ours != other:
+            name = group if key is None else f"{group}.{key}"
+            value = _difference(other, ours) if isinstance(other, Mapping) else other
+            yield Problem(_KEY, path, f"a checkpoint made with the same {name}; its own is {value}", f"the same {name}")
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in theirs.items() if ours.get(key) != value}

@@ -1,0 +1,50 @@
+"""What a run's checkpoints will take on the disk, told before it starts. Pure arithmetic, without torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from optimus_cc.config.model import padded_vocabulary_size
+from optimus_cc.config.run import RunConfig
+from optimus_cc.stage_traffic import memory_by_rank, vocabulary_size
+
+_FP32_BYTES = 4
+_RANK_FILE_BYTES = 30_000
+"""Random states and sums that each rank saves besides tensors of the model; about so much."""
+
+
+def checkpoint_nbytes(config: RunConfig) -> int:
+    """Bytes of one checkpoint: weights, optimizer state, what compressors remember, and a little for each rank."""
+    parallel = config.parallel
+    bf16 = config.training.precision == "bf16"
+    weights = 2 if bf16 else _FP32_BYTES
+    # The distributed optimizer saves its fp32 weights even where the model's own are fp32.
+    main_weights = _FP32_BYTES if bf16 or parallel.distributed_optimizer else 0
+    moments = 2 if config.optimizer.name == "adam" else int(config.optimizer.momentum > 0)
+    parameters = config.model.num_parameters(padded_vocabulary_size(vocabulary_size(config)))
+    replicas = parallel.tensor_parallel_size * parallel.data_parallel_size
+    remembered = replicas * sum(memory_by_rank(config))
+    per_parameter = weights + main_weights + moments * _FP32_BYTES
+    return parameters * per_parameter + remembered + parallel.world_size * _RANK_FILE_BYTES
+
+
+def told(config: RunConfig, folder: Path) -> Iterator[tuple[bool, str]]:
+    """What to say about the disk of ``folder`` before a run starts: (is it a warning, a line)."""
+    each, kept = checkpoint_nbytes(config), config.training.checkpoint.keep_last
+    most = each * (kept + 1)  # the oldest one goes when the newest is complete
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    yield False, f"checkpoints of about {_mb(each)} each, {_mb(most)} at most; {_mb(free)} are free"
+    if free < most:
+        yield (
+            True,
+            f"its checkpoints may take {_mb(most)}, and only {_mb(free)} are free in {folder}: saving would fail, and "
+            "the run end there. Free some space, or set training.checkpoint.keep_last=1 or runs_dir=FOLDER.",
+        )
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
