@@ -164,12 +164,14 @@ def _summary_so_far(folder: RunFolder) -> dict[str, Any]:
     traffic_records = 0
     validation: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    for index, record in enumerate(folder.metrics()):
+    trained = 0
+    for record in folder.metrics():
         if record.get("kind") == "validation":
             validation = record
         elif record.get("kind") == "train":
             last = record
-            if index >= WARM_UP_STEPS and (time := _number(record.get("step_time_s"))) is not None:
+            trained += 1
+            if trained > WARM_UP_STEPS and (time := _number(record.get("step_time_s"))) is not None:
                 times.append(time)
             traffic = traffic_per_step(record)
             traffic_records += bool(traffic)

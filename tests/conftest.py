@@ -17,9 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-seeds",
         type=_numbers,
-        default=range(3),
+        default=range(2),
         metavar="FIRST-LAST",
-        help="seeds of the random kills in the tests of resuming (default: 0-2)",
+        help="seeds of the random kills in the tests of resuming (default: 0-1)",
     )
 
 

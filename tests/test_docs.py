@@ -152,6 +152,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 def command_lines(text: str) -> Iterator[str]:
     """Lines of code blocks, and code inside sentences, that start with ``python run.py``; templates left out."""
+    text = text.replace("\\\n", " ")  # a line that goes on
     blocks = re.findall(r"^(?:```.*?^```$|    .*?$)", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.splitlines()]

@@ -62,7 +62,14 @@ class ProbesConfig:
             )
         least = 2 if self.memory and (self.error_independence or self.phases) else 1
         most = steps - 1 if self.memory else steps
-        if (self.memory or self.error_independence or self.phases) and not least <= self.interval_steps <= most:
+        if most < least:
+            yield Problem(
+                "training.steps",
+                steps,
+                f"at least {steps + least - most} with these probes: memory is measured on a step of its own",
+                f"training.steps={steps + least - most}, or training.probes.memory=false",
+            )
+        elif (self.memory or self.error_independence or self.phases) and not least <= self.interval_steps <= most:
             yield Problem(
                 "training.probes.interval_steps",
                 self.interval_steps,

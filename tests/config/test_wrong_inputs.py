@@ -51,7 +51,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("task=benchmark", "benchmark", "fix:     benchmark=cost"),
     ("benchmark=links", "benchmark", "fix:     task=benchmark"),
     ("task=benchmark benchmark=cost benchmark.measure=[cb,fee]", "benchmark.measure", "did you mean fe?"),
-    ("task=benchmark benchmark=cost benchmark.measure=[sc]", "benchmark.measure", "data_parallel_size above 1"),
+    ("task=benchmark benchmark=cost benchmark.measure=[sc]", "benchmark.measure", "more than one data-parallel rank"),
     ("task=benchmark benchmark=links benchmark.max_bytes=2000", "benchmark.max_bytes", "at least"),
     ("task=benchmark benchmark=links parallel=single technique=baseline", "parallel", "more than one rank"),
     ("task=benchmark benchmark=links benchmark.cluster_file=pyproject.toml", "benchmark.cluster_file", "NAME.yaml"),
@@ -155,6 +155,7 @@ WRONG: list[tuple[str, str, str]] = [
         "training.probes.interval_steps",
         "fix:     training.probes.interval_steps=300",
     ),
+    ("training.probes.memory=true training.steps=1", "training.steps", "fix:     training.steps=2"),
     (
         "training.probes.memory=true training.probes.interval_steps=300",
         "training.probes.interval_steps",

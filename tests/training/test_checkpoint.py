@@ -130,9 +130,7 @@ def test_a_killed_run_goes_on_exactly(ranks: RankPool, tmp_path: Path, kill_seed
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("distributed_optimizer", "others"), [(False, ("pp4", "single")), (True, ("pp2_dp2_v2_overlap", "tp2"))]
-)
+@pytest.mark.parametrize(("distributed_optimizer", "others"), [(False, ("pp4", "single")), (True, ("tp2",))])
 def test_another_layout_goes_on_with_the_same_training(
     ranks: RankPool, tmp_path: Path, distributed_optimizer: bool, others: tuple[str, ...]
 ) -> None:

@@ -23,14 +23,10 @@ ALL: dict[str, Any] = {"memory": True, "phases": True, "interval_steps": 2, "tra
 UNTIMED = ("step_time_s", "tokens_per_s", "tflop_per_s_per_rank", "wall_s")
 CASES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
     "single": ("single", None, {}),
-    "pp4 baseline": ("pp4", None, {}),
     "no epilogue": ("pp4", low_rank(epilogue_only=False, residual="carry"), {}),
-    "flush": ("pp4", low_rank(epilogue_only=False, residual="flush", compress_forward=True), {}),
     "naive": ("pp4", low_rank(epilogue_only=False, lazy_error_propagation=False), {}),
     "cb fe sc": ("pp4_dp2", sc(cb=True, fe=True, fraction=0.75, warmup_steps=1), {}),
-    "overlap": ("tp2_pp2_dp2", sc(cb=False, fe=True), {"parallel": {"overlap_grad_reduce": True}}),
     "bf16": ("tp2_pp2_dp2", sc(fe=True), {"precision": "bf16", "parallel": {"distributed_optimizer": True}}),
-    "split": ("tp2_pp2", low_rank(epilogue_only=False), {"parallel": {"split_over_tensor_parallel": True}}),
     "overlapped": ("tp2_pp2_v2_overlap", low_rank(), {"parallel": {"sequence_parallel": True}}),
     "recompute": ("pp2", None, {"recompute": "full", "model": {"dropout": 0.1}}),
 }
@@ -121,7 +117,6 @@ def _captured(config: RunConfig) -> dict[str, Any]:
     return {"records": result["records"], "steps": steps}
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("layout", "keys", "training"),
     [
@@ -251,7 +246,6 @@ def _failing_step(config: RunConfig) -> tuple[bool, ...]:
     return before, failed, untouched()
 
 
-@pytest.mark.megatron
 def test_they_leave_nothing_installed(ranks: RankPool) -> None:
     config = tiny("pp2", steps=2, probes={"phases": True, "interval_steps": 1})
     assert ranks.run(2, _failing_step, config) == [(True, True, True)] * 2
@@ -326,7 +320,6 @@ def test_the_peak_is_divided_as_defined() -> None:
     assert result["peak_bytes"] == 2000 + 2000 + 1200
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_named_bytes_are_those_counted_by_hand(ranks: RankPool, distributed_optimizer: bool) -> None:
     technique = sc(cb=True, fraction=0.5)
@@ -374,7 +367,6 @@ def _traced(config: RunConfig, path: Path) -> None:
     loop.run(trainer, source, source, lambda record: None, trace_path=path)
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("layout", "technique"),
     [
@@ -441,7 +433,6 @@ def _assert_nested(row: list[dict[str, Any]]) -> None:
         ends.append(end)
 
 
-@pytest.mark.megatron
 def test_a_gradient_is_not_received_before_its_backward_pass_began(ranks: RankPool, tmp_path: Path) -> None:
     """Causality between rows: the clocks agree to within what they say, and the rows are of one step."""
     config = tiny("pp4", steps=2, probes={"trace_step": 2})
