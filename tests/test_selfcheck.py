@@ -260,10 +260,10 @@ def test_what_does_not_apply_is_said(ranks: RankPool, tmp_path: Path) -> None:
     assert list(said) == NAMES
     assert [name for name in NAMES if said[name][0] == "ok"] == ["baseline", "resume"]
     reasons = {
-        "messages": "does not apply: it needs parallel.pipeline_parallel_size above 1",
+        "messages": "does not apply: it needs more than one pipeline stage",
         "bytes": "does not apply: with one stage and one data-parallel rank",
-        "fused_embedding": "does not apply: it needs parallel.pipeline_parallel_size above 1",
-        "stage_compression": "does not apply: it needs parallel.data_parallel_size above 1",
+        "fused_embedding": "does not apply: it needs more than one pipeline stage",
+        "stage_compression": "does not apply: it needs more than one data-parallel rank",
         "replicas": "does not apply: there is one data-parallel rank",
     }
     for name, reason in reasons.items():

@@ -22,7 +22,9 @@ def line(verdict: Mapping[str, Any]) -> str:
         text += f" ({verdict.get('values', 0):,} values"
         text += f", largest difference {largest:.0e}, tolerance {tolerance:.0e})" if tolerance else ", no tolerance)"
     label = f"{name:<{_INDENT - 2}}  {outcome}{'  ' if outcome == 'ok' else ': '}"
-    return textwrap.fill(f"{label}{text}", WIDTH, subsequent_indent=" " * (_INDENT + 4), break_on_hyphens=False)
+    return textwrap.fill(
+        f"{label}{text}", WIDTH, subsequent_indent=" " * (_INDENT + 4), break_on_hyphens=False, break_long_words=False
+    )
 
 
 def problem_report(
@@ -65,7 +67,13 @@ def problem_report(
     return "\n".join(
         ["Please report this:"]
         + [
-            textwrap.fill(f"  {name:<17}  {text}", WIDTH, subsequent_indent=" " * (_INDENT + 2), break_on_hyphens=False)
+            textwrap.fill(
+                f"  {name:<17}  {text}",
+                WIDTH,
+                subsequent_indent=" " * (_INDENT + 2),
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
             for name, text in rows.items()
         ]
     )
