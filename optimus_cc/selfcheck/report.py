@@ -77,3 +77,9 @@ def problem_report(
             for name, text in rows.items()
         ]
     )
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Lines of a screen's width; paths stay in one piece."""
+    indentation = " " * indent
+    return textwrap.fill(text, WIDTH, subsequent_indent=indentation, break_on_hyphens=False, break_long_words=False)
