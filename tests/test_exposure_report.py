@@ -94,7 +94,6 @@ def _kept(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in state.items() if {"memory", "query"} & set(key.split("."))]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("layout", ["pp4", "tp2_pp2_dp2", "pp4_v2"])
 def test_bytes_and_memory_are_those_of_a_run(ranks: RankPool, layout: str, technique: str) -> None:
@@ -106,7 +105,6 @@ def test_bytes_and_memory_are_those_of_a_run(ranks: RankPool, layout: str, techn
         assert stage_traffic.memory_by_rank(config) == memory(results)[::replicas]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("layout", "technique", "options"),
     [
@@ -150,7 +148,6 @@ TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
@@ -170,7 +167,6 @@ def test_tensor_parallel_traffic_is_that_of_a_run(ranks: RankPool, layout: str, 
     assert measured(results) == [told(config)] * 2
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("layout", ["tp2_pp2"])
 def test_sums_of_norm_gradients_are_those_of_a_run(ranks: RankPool, layout: str) -> None:
     """All that sequence parallelism adds to ``other``: the rest of it, which is not told, stays the same."""
@@ -214,7 +210,6 @@ def _buckets(cases: list[tuple[RunConfig, int]]) -> list[list[Buckets]]:
     return made
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", ["dp2", "pp2_dp3", "pp2_v2_dp2"])
 def test_buckets_are_megatrons(ranks: RankPool, layout: str, tied: bool) -> None:

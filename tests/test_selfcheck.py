@@ -209,7 +209,6 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-@pytest.mark.megatron
 def test_every_check_finds_its_fault_and_nothing_else(ranks: RankPool, tmp_path: Path) -> None:
     config = plan.tiny(tiny({"pipeline_parallel_size": 2, "data_parallel_size": 2}))
     cases = [("*", ""), *((name, fault.__name__) for name, fault, _ in FAULTS)]
@@ -239,7 +238,6 @@ def one_more_message_at_one_end() -> Any:
     return _patched("optimus_cc.exposure:Schedule", "sent_backward", make)
 
 
-@pytest.mark.megatron
 def test_ends_that_disagree_and_an_exception_hang_nobody(ranks: RankPool, tmp_path: Path) -> None:
     config = plan.tiny(tiny("pp2", timeout_s=30.0))
     results = ranks.run(2, _verdicts, config, tmp_path, [("*", one_more_message_at_one_end.__name__)], timeout_s=600)
@@ -252,7 +250,6 @@ def test_ends_that_disagree_and_an_exception_hang_nobody(ranks: RankPool, tmp_pa
     assert verdicts["replicas"]["verdict"] == "does not apply"
 
 
-@pytest.mark.megatron
 def test_what_does_not_apply_is_said(ranks: RankPool, tmp_path: Path) -> None:
     config = plan.tiny(one("task=selfcheck parallel=single"))
     (found,) = ranks.run(1, _verdicts, config, tmp_path, [("*", "")])
