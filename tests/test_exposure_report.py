@@ -241,7 +241,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "tp2_pp2_dp2", "pp4_v2"])
 def test_parameters_are_those_of_the_real_model(ranks: RankPool, layout: str, model: str) -> None:

@@ -36,7 +36,6 @@ def probed(records: list[dict[str, Any]], probe: str) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == "probe" and record["probe"] == probe]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("name", CASES)
 def test_they_change_no_result(ranks: RankPool, name: str) -> None:
     layout, technique, keys = CASES[name]
