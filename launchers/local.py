@@ -38,10 +38,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     device, notices = choose_device(config)
     progress = Progress(config.training.steps)
     with Stop().on_signals() as stop, claim(config) as run:
-        disk = list(disk_budget.told(config, run.folder.path))
-        for line in (*_heading(config, run, device), *(f"disk    {line}" for warns, line in disk if not warns)):
+        disk, warnings = disk_budget.told(config, run.folder.path)
+        for line in (*_heading(config, run, device), f"disk    {disk}"):
             progress.print(line)
-        for notice in (*notices, *config.notices(), *(line for warns, line in disk if warns)):
+        for notice in (*notices, *config.notices(), *warnings):
             progress.print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
         for note in run.notes:
             progress.print(f"note    {note}")

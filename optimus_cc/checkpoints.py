@@ -63,13 +63,17 @@ class Checkpoint:
         return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
 
 
+def at(path: Path) -> Checkpoint | None:
+    """The checkpoint that a folder is named like; None if it isn't, or is not there."""
+    match = _NAME.fullmatch(path.name)
+    return Checkpoint(path, int(match[1])) if match and path.is_dir() else None
+
+
 def all_in(folder: Path) -> list[Checkpoint]:
     """What is named like a checkpoint in a ``checkpoints`` folder, newest first."""
-    found = []
+    found: list[Checkpoint] = []
     with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if (match := _NAME.fullmatch(path.name)) and path.is_dir():
-                found.append(Checkpoint(path, int(match[1])))
+        found = [one for path in folder.iterdir() if (one := at(path)) is not None]
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from optimus_cc.config.model import padded_vocabulary_size
@@ -30,20 +29,20 @@ def checkpoint_nbytes(config: RunConfig) -> int:
     return parameters * per_parameter + remembered + parallel.world_size * _RANK_FILE_BYTES
 
 
-def told(config: RunConfig, folder: Path) -> Iterator[tuple[bool, str]]:
-    """What to say about the disk of ``folder`` before a run starts: (is it a warning, a line)."""
+def told(config: RunConfig, folder: Path) -> tuple[str, list[str]]:
+    """What to say about the disk of ``folder`` before a run starts: a line, and notices if it is too small."""
     each, kept = checkpoint_nbytes(config), config.training.checkpoint.keep_last
     most = each * (kept + 1)  # the oldest one goes when the newest is complete
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    yield False, f"checkpoints of about {_mb(each)} each, {_mb(most)} at most; {_mb(free)} are free"
-    if free < most:
-        yield (
-            True,
-            f"its checkpoints may take {_mb(most)}, and only {_mb(free)} are free in {folder}: saving would fail, and "
-            "the run end there. Free some space, or set training.checkpoint.keep_last=1 or runs_dir=FOLDER.",
-        )
+    line = f"checkpoints of about {_mb(each)} each, {_mb(most)} at most; {_mb(free)} are free"
+    if free >= most:
+        return line, []
+    return line, [
+        f"its checkpoints may take {_mb(most)}, and only {_mb(free)} are free in {folder}: saving would fail, and "
+        "the run end there. Free some space, or set training.checkpoint.keep_last=1 or runs_dir=FOLDER."
+    ]
 
 
 def _mb(count: int) -> str:

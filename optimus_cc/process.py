@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ def run_rank(body: Callable[[Report], int]) -> int:
     """What a rank does from its first line on: ``body``, whose exit code this returns, under its supervisor's eyes."""
     die_with_parent()
     install_stack_dump()
+    # Megatron-core warns at import about every optional package that is not there.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     report = Report.from_environment()
     try:
         return body(report)

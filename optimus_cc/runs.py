@@ -164,6 +164,20 @@ class RunFolder:
             return None
         return value if isinstance(value, dict) else None
 
+    def run_config(self) -> RunConfig:
+        """The frozen configuration, checked and typed.
+
+        Raises:
+            RuntimeError: it can't be read.
+            ConfigError: it is wrong.
+        """
+        from optimus_cc.config import load
+
+        mapping = self.config()
+        if mapping is None:
+            raise RuntimeError(f"{self.config_path} can't be read")
+        return load(mapping)
+
     def provenance(self) -> dict[str, Any] | None:
         return read_json_object(self.provenance_path)
 
@@ -311,12 +325,12 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
         place = _set_aside(folder, "previous", keep=(".lock", "previous"))
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
     elif found is None or found.state != "queued":
-        # The records up to its checkpoint are this attempt's too; the trainer cuts those after it.
-        records = folder.metrics_path.read_bytes() if folder.metrics_path.exists() else None
-        place = _set_aside(folder, "attempts", keep=(".lock", "attempts", "previous", "checkpoints", "evaluation"))
-        if records is not None:
-            folder.metrics_path.write_bytes(records)
+        # The records up to its checkpoint are this attempt's too: they stay, and the trainer cuts those after it.
+        stay = (".lock", "attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
+        place = _set_aside(folder, "attempts", keep=stay)
         if place is not None:
+            if folder.metrics_path.exists():
+                shutil.copy2(folder.metrics_path, place)
             restarts = 1 + (found.restarts if found else 0)
             last = checkpoints.newest(folder.checkpoints)
             how = f"going on from its checkpoint of step {last.step}" if last else "starting again"

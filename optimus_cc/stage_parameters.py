@@ -89,6 +89,12 @@ def stage_parameters(
     return StageParameters(tuple(weights))
 
 
+def layer_matrices(model: ModelConfig, parallel: ParallelConfig) -> list[tuple[int, ...]]:
+    """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
+    weights = _layer("", model.hidden_size, model.ffn_width, parallel.tensor_parallel_size)
+    return [weight.shape for weight in weights if len(weight.shape) == 2]
+
+
 def _layer(prefix: str, hidden: int, width: int, tp: int) -> Iterator[Weight]:
     yield from _norm(f"{prefix}input_layernorm.", hidden)
     yield from _row_parallel(f"{prefix}self_attention.linear_proj.", hidden, hidden // tp)

@@ -79,8 +79,9 @@ def stages(config: RunConfig) -> list[StageTraffic]:
         for message in config.schedule.sent_forward(rank):
             forward.setdefault(message.boundary, []).append(message)
     result = []
+    vocabulary = padded_vocabulary_size(vocabulary_size(config))
     for stage in range(config.parallel.num_virtual_stages):
-        parameters = parameters_of(config, stage)
+        parameters = stage_parameters(config.model, config.parallel, vocabulary, stage)
         received = len(forward.get(stage - 1, [])) + len(backward.get(stage + 1, []))
         result.append(
             StageTraffic(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ from optimus_cc.process import Report, run_rank
 
 
 def _measure(path: Path, report: Report) -> int:
-    # Megatron-core warns at import about every optional package that is not there.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from optimus_cc.config import load
     from optimus_cc.config.benchmark import CodecsConfig, CostConfig
     from optimus_cc.runs import RunFolder
     from optimus_cc.training import backend as backends
 
     folder = RunFolder(path)
-    mapping = folder.config()
-    if mapping is None:
-        raise RuntimeError(f"{folder.config_path} can't be read")
-    config = load(mapping)
+    config = folder.run_config()
     device = backends.choose_device(config)
 
     def record(values: dict[str, Any]) -> None:

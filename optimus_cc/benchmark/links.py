@@ -40,8 +40,7 @@ def measure(config: RunConfig, backend: Backend, record: Callable[[dict[str, Any
     """
     benchmark = config.benchmark
     assert isinstance(benchmark, LinksConfig)
-    hosts: list[str] = [""] * backend.world_size
-    dist.all_gather_object(hosts, socket.gethostname(), group=backend.control_group)
+    hosts = backend.everyone(socket.gethostname())
     measured = _groups()
     sizes = benchmark.sizes_bytes
     rows = []

@@ -23,10 +23,10 @@ def resumed_from(path: str) -> dict[str, Any]:
 def resume_problems(path: str, science: Mapping[str, Any], steps: int) -> Iterator[Problem]:
     """What keeps a run with the scientific configuration ``science`` and this many steps from going on there."""
     place = Path(path)
-    there = {str(found.path): found for found in checkpoints.all_in(place.parent)}
-    found = there.get(str(place))
+    found = checkpoints.at(place)
     if found is None:
-        choices = checkpoints.all_in(place / "checkpoints") or checkpoints.all_in(place) or list(there.values())
+        folders = (place / "checkpoints", place, place.parent)
+        choices = next(filter(None, map(checkpoints.all_in, folders)), [])
         how = f"{_KEY}={choices[0].path}" if choices else f"{_KEY}=runs/ID/checkpoints/step_00000300"
         yield Problem(_KEY, path, "the folder of one checkpoint", how)
         return

@@ -29,6 +29,7 @@ from optimus_cc.config.tracking import TrackingConfig
 from optimus_cc.config.training import TrainingConfig
 from optimus_cc.config.type_problems import type_problems
 from optimus_cc.exposure import Schedule
+from optimus_cc.stage_parameters import layer_matrices
 from optimus_cc.wire_size import wire_nbytes
 
 _UNSCIENTIFIC = {
@@ -301,7 +302,7 @@ class RunConfig:
                 f"below training.steps = {self.training.steps}: compression would never start",
                 f"technique.sc.warmup_steps={self.training.steps // 10}",
             )
-        if not any(sc.compresses(*shape) for shape in self._layer_matrices()):
+        if not any(sc.compresses(*shape) for shape in layer_matrices(self.model, self.parallel)):
             yield Problem(
                 "technique.sc.codec.rank",
                 sc.codec.rank,
@@ -309,11 +310,6 @@ class RunConfig:
                 f"matrix of a layer (technique.sc.min_compression_ratio)",
                 f"technique.sc.codec.rank={max(1, self.model.hidden_size // 16)}",
             )
-
-    def _layer_matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of the weights of one layer on one tensor-parallel rank."""
-        h, f, tp = self.model.hidden_size, self.model.ffn_width, self.parallel.tensor_parallel_size
-        return [(3 * h // tp, h), (h, h // tp), (f // tp, h), (h, f // tp)]
 
     def _probes_problems(self) -> Iterator[Problem]:
         probes, cb = self.training.probes, self.technique.cb

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -17,20 +16,14 @@ def _check(path: Path, report: Report) -> int:
     # Bits are compared: kernels that add up in whatever order they come to would differ from themselves.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    # Megatron-core warns at import about every optional package that is not there.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     import torch.distributed as dist
 
-    from optimus_cc.config import load
     from optimus_cc.runs import RunFolder
     from optimus_cc.selfcheck import plan
     from optimus_cc.training import backend as backends
 
     folder = RunFolder(path)
-    mapping = folder.config()
-    if mapping is None:
-        raise RuntimeError(f"{folder.config_path} can't be read")
-    config = plan.tiny(load(mapping))
+    config = plan.tiny(folder.run_config())
     backends.choose_device(config)
 
     from optimus_cc.selfcheck import checks

@@ -150,7 +150,7 @@ class Trainings:
         saver, resumed = None, None
         if folder is not None:
             saver = Checkpoints(config, folder, self.backend, self.heartbeat)
-            stop = _StopRequest()
+            stop = loop.StopRequest()
 
             def note(record: dict[str, Any]) -> None:
                 records.append(record)
@@ -173,13 +173,6 @@ class Trainings:
     def _source(self, offset: int = 0) -> BatchSource:
         replica = parallel_state.get_data_parallel_rank()
         return lambda step: _tokens(self.config, replica, offset + step)
-
-
-class _StopRequest(loop.StopRequest):
-    """One that no signal makes."""
-
-    def __init__(self) -> None:
-        self.requested = False
 
 
 def weights(trainer: Trainer) -> State:

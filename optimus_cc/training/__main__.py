@@ -6,7 +6,6 @@ Exit codes: 0 trained to the end; 75 (EX_TEMPFAIL) stopped at a step boundary be
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ def main(folder_path: str) -> int:
 
 
 def _train(path: Path, report: Report) -> int:
-    # Megatron-core warns at import about every optional package that is not there.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    from optimus_cc.config import load
     from optimus_cc.runs import RunFolder
     from optimus_cc.training import backend as backends
 
     folder = RunFolder(path)
-    mapping = folder.config()
-    if mapping is None:
-        raise RuntimeError(f"{folder.config_path} can't be read")
-    config = load(mapping)
+    config = folder.run_config()
     backends.choose_device(config)
 
     from megatron.core import parallel_state
@@ -40,7 +33,7 @@ def _train(path: Path, report: Report) -> int:
     from optimus_cc.training.tokenizer import Tokenizer
     from optimus_cc.training.tracking import Tracker
 
-    stop = loop.StopRequest()
+    stop = loop.StopRequest.by_signals()
     backend = backends.start(config)
     corpus = cache_folder(config)
     training = config.training

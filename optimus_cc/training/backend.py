@@ -7,12 +7,15 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from optimus_cc.config import RunConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class Backend:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    def everyone(self, mine: T) -> list[T]:
+        """What every rank gives, by rank: picklable, small. Every rank must call."""
+        given = [mine] * self.world_size
+        dist.all_gather_object(given, mine, group=self.control_group)
+        return given
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it."""

@@ -47,6 +47,7 @@ from optimus_cc.provenance import utc_now
 from optimus_cc.records import from_json, replace_file, to_json
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.loop import Trainer
+from optimus_cc.training.optimizer import parts_of
 
 _CONTENT = {
     "chained_optim_avoid_prefix": True,
@@ -133,7 +134,7 @@ class Checkpoints:
         partial = checkpoints.partial_path(self._folder, step)
         final = checkpoints.path_of(self._folder, step)
         try:
-            self._once(lambda: self._make_room(partial, final))
+            self._once(lambda: self._make_room(partial, Checkpoint(final, step)))
             self._write(trainer, rest, partial)
             self._once(lambda: self._publish(partial, final))
         except _FAILURES as error:
@@ -175,11 +176,12 @@ class Checkpoints:
         mine = {name: checkpoints.file_record(place / name) for name in names[me::ranks]}
         for name in mine:
             _sync(place / name)
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, mine, group=self._backend.control_group)
-        found = {name: entry for part in every for name, entry in part.items()}
-        if lost := [name for name, entry in found.items() if entry is None]:
-            raise OSError(f"{lost[0]} can't be read back")
+        found: dict[str, dict[str, int]] = {}
+        for part in self._backend.everyone(mine):
+            for name, entry in part.items():
+                if entry is None:
+                    raise OSError(f"{name} can't be read back")
+                found[name] = entry
         return dict(sorted(found.items()))
 
     def _check_space(self, state: dict[str, Any], rank_file_nbytes: int) -> None:
@@ -192,11 +194,11 @@ class Checkpoints:
         if free < needed:
             raise OSError(f"no space left: it takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
 
-    def _make_room(self, partial: Path, final: Path) -> None:
+    def _make_room(self, partial: Path, final: Checkpoint) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         checkpoints.remove_partial(self._folder)
-        if final.exists():  # of an attempt that was not gone on with
-            checkpoints.remove(Checkpoint(final, int(final.name.partition("_")[2])))
+        if final.path.exists():  # of an attempt that was not gone on with
+            checkpoints.remove(final)
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path) -> None:
@@ -225,8 +227,7 @@ class Checkpoints:
         found, notes = self.newest()
         source = self._config.training.resume_from
         if found is None and source is not None:
-            there = self._agree_on(lambda: checkpoints.all_in(Path(source).parent))
-            found = next((one for one in there if one.path == Path(source)), None)
+            found = self._agree_on(lambda: checkpoints.at(Path(source)))
             if found is None:
                 raise CheckpointError(f"training.resume_from: there is no checkpoint {source}")
             if damage := self._damage(found):
@@ -254,9 +255,7 @@ class Checkpoints:
         problem: str | None = self._agree_on(found.problem)
         if problem is not None:
             return problem
-        damaged: list[Any] = [None] * self._backend.world_size
-        mine = found.damaged_files(self._backend.rank, self._backend.world_size)
-        dist.all_gather_object(damaged, mine, group=self._backend.control_group)
+        damaged = self._backend.everyone(found.damaged_files(self._backend.rank, self._backend.world_size))
         self._heartbeat()
         files = [name for part in damaged for name in part]
         return f"{files[0]} is damaged" if files else None
@@ -372,7 +371,7 @@ def _fill_optimizer_state(optimizer: Any) -> None:
 
     A step makes it, whatever the optimizer: those of Megatron-core differ in how they would, or can't.
     """
-    for inner in (one.optimizer for one in _chained(optimizer)):
+    for inner in (one.optimizer for one in parts_of(optimizer)):
         if inner is None or inner.state:
             continue
         parameters = [parameter for group in inner.param_groups for parameter in group["params"] if parameter.numel()]
@@ -384,10 +383,9 @@ def _fill_optimizer_state(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
-    chained = _chained(optimizer)
-    for one, part in zip(
-        chained, [state] if len(chained) == 1 else [state[i] for i in range(len(chained))], strict=True
-    ):
+    optimizers = parts_of(optimizer)
+    parts = [state] if len(optimizers) == 1 else [state[index] for index in range(len(optimizers))]
+    for one, part in zip(optimizers, parts, strict=True):
         if one.optimizer is None:
             continue  # this rank has no parameters of its kind
         shards = part.pop("param_state", None)
@@ -399,11 +397,6 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
             one.load_parameter_state_from_fully_reshardable(shards)
         for key, step in steps.items():
             one.optimizer.state[key]["step"] = step
-
-
-def _chained(optimizer: Any) -> list[Any]:
-    """Megatron-core's optimizers for the parts of a model."""
-    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
 def _load_chunk(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -44,12 +44,18 @@ class Stopped:
 
 
 class StopRequest:
-    """SIGTERM and SIGUSR2 ask for an orderly stop; the loop looks at a step boundary, where ranks can agree."""
+    """Asks for an orderly stop; the loop looks at a step boundary, where ranks can agree."""
 
     def __init__(self) -> None:
         self.requested = False
+
+    @classmethod
+    def by_signals(cls) -> StopRequest:
+        """One that SIGTERM and SIGUSR2 make, from now on."""
+        stop = cls()
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._note)
+            signal.signal(number, stop._note)
+        return stop
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -47,3 +48,11 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Megatron-core's optimizers for the parts of a model.
+
+    Each holds torch's own as ``optimizer``, which is None on a rank without parameters of its kind.
+    """
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]

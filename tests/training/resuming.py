@@ -31,7 +31,7 @@ def train(
     saver = Checkpoints(config, folder, backend)
     rest, notes = saver.resume(trainer)
     began_at = trainer.step
-    stop = Stop()
+    stop = loop.StopRequest()
     records: list[dict[str, Any]] = []
 
     step_began = time.monotonic()
@@ -50,7 +50,7 @@ def train(
         random_tokens(config, offset=10**6),
         records.append,
         heartbeat=heartbeat,
-        stop=stop,  # type: ignore[arg-type]
+        stop=stop,
         saver=saver,
         resumed=rest,
     )
@@ -68,12 +68,6 @@ def train(
         },
         "state": {key: value.clone() for key, value in trainer.attachment.state_dict().items()},
     }
-
-
-class Stop:
-    """A stop request without signal handlers."""
-
-    requested = False
 
 
 def without_timings(record: dict[str, Any]) -> dict[str, Any]:

@@ -337,13 +337,12 @@ class _SaverThatIsInterrupted:
 
 def _stop_while_saving(config: RunConfig) -> tuple[int, list[int]]:
     from optimus_cc.training import loop
-    from tests.training.resuming import Stop
     from tests.training_runs import backend_in_world, random_tokens
 
-    saver, stop = _SaverThatIsInterrupted(), Stop()
+    saver, stop = _SaverThatIsInterrupted(), loop.StopRequest()
     saver.stop = stop
     trainer = loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
-    result = loop.run(trainer, random_tokens(config), random_tokens(config), lambda _: None, stop=stop, saver=saver)  # type: ignore[arg-type]
+    result = loop.run(trainer, random_tokens(config), random_tokens(config), lambda _: None, stop=stop, saver=saver)
     assert isinstance(result, loop.Stopped)
     return result.step, saver.saved
 

@@ -76,7 +76,7 @@ def _asked_on_one_rank(config: RunConfig) -> tuple[int, list[int]]:
 
     trainer = loop.Trainer.build(config, backend_in_world(config), VOCABULARY)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    stop = loop.StopRequest()
+    stop = loop.StopRequest.by_signals()
     steps: list[int] = []
 
     def heartbeat() -> None:

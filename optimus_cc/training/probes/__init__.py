@@ -164,7 +164,4 @@ class Probes:
 
     def _everyone(self, mine: T) -> list[tuple[Place, T]]:
         """What every rank gave, by rank; every rank must call."""
-        backend = self._trainer.backend
-        found: list[tuple[Place, T]] = [(Place.of_this_rank(), mine)] * backend.world_size
-        dist.all_gather_object(found, found[0], group=backend.control_group)
-        return found
+        return self._trainer.backend.everyone((Place.of_this_rank(), mine))

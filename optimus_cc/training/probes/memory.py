@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from optimus_cc.communication.probe import Phase
 from optimus_cc.exposure import Message
 from optimus_cc.training.backend import Backend
+from optimus_cc.training.optimizer import parts_of
 
 
 class _Allocations(Protocol):
@@ -195,7 +196,7 @@ def held_by_training(model: Sequence[Any], optimizer: Any) -> dict[str, list[tor
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters (where they are not the model's own) and moments."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if part.optimizer is None:
             continue  # a rank without parameters
         for group in part.optimizer.param_groups:

@@ -34,9 +34,7 @@ class ClockOffset:
         for _ in range(_ROUNDS):
             dist.barrier(group=backend.control_group)
             left.append(time.perf_counter())
-        everyone: list[list[float]] = [left] * backend.world_size
-        dist.all_gather_object(everyone, left, group=backend.control_group)
-        differences = [first - mine for first, mine in zip(everyone[0], left, strict=True)]
+        differences = [first - mine for first, mine in zip(backend.everyone(left)[0], left, strict=True)]
         return cls(statistics.median(differences), max(differences) - min(differences))
 
 
