@@ -31,13 +31,8 @@ NOT_COMPUTED = {
     "training.timeout_s",
     "training.on_nonfinite_loss",
     "training.data_workers",
-    "training.probes.error_independence",
-    "training.probes.memory",
-    "training.probes.phases",
-    "training.probes.interval_steps",
-    "training.probes.trace_step",
 }
-GROUPS_NOT_COMPUTED = ("cluster.", "benchmark.", "launcher.", "tracking.")
+GROUPS_NOT_COMPUTED = ("cluster.", "benchmark.", "launcher.", "tracking.", "training.checkpoint.", "training.probes.")
 
 
 def changed_once(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
