@@ -47,21 +47,26 @@ def tiny(
     technique: dict[str, Any] | None = None,
     *,
     steps: int = 4,
-    num_microbatches: int = 8,
+    num_microbatches: int | None = None,
     micro_batch_size: int = 2,
     model: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
     **training: Any,
 ) -> RunConfig:
-    """A GPT of 8 layers that a rank trains in milliseconds."""
+    """A GPT that a rank trains in milliseconds: 4 layers, or as many as there are chunks.
+
+    ``num_microbatches``: twice the stages, at least 4, unless given: every schedule has a steady state then.
+    """
     sizes = {**(LAYOUTS[layout] if isinstance(layout, str) else layout), **(parallel or {})}
+    stages = sizes.get("pipeline_parallel_size", 1)
+    num_microbatches = num_microbatches or max(4, 2 * stages)
     return load(
         {
             "task": {"name": "train"},
             "model": {
                 "name": "test",
-                "num_layers": 8,
+                "num_layers": max(4, stages * sizes.get("num_chunks", 1)),
                 "hidden_size": HIDDEN,
                 "num_attention_heads": 4,
                 "sequence_length": SEQUENCE,

@@ -237,7 +237,7 @@ def test_supervisor_killed_leaves_no_rank(workplace: Path) -> None:
 
 
 def test_preempted_then_killed_ends_as_if_nothing_had_happened(workplace: Path) -> None:
-    length = "training.steps=300", "training.checkpoint.interval_steps=20"
+    length = "training.steps=80", "training.checkpoint.interval_steps=10"
     whole = run(workplace, "training.seed=24", *length, f"runs_dir={workplace / 'whole'}")
     assert whole.returncode == 0, whole.stderr
     disturb(workplace, 24, lambda process, _: process.send_signal(signal.SIGTERM), *length)
@@ -245,7 +245,7 @@ def test_preempted_then_killed_ends_as_if_nothing_had_happened(workplace: Path) 
     assert state == "preempted"
 
     def kill_later(process: subprocess.Popen[str], ranks: dict[int, int]) -> None:
-        while (only_run(workplace, 24).latest("train") or {})["step"] < step + 25:
+        while (only_run(workplace, 24).latest("train") or {})["step"] < step + 12:
             time.sleep(0.05)
         process.kill()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -241,25 +242,33 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+def _weights(configs: list[RunConfig]) -> list[list[list[tuple[str, tuple[int, ...]]]]]:
+    """Names and shapes of the parameters of each chunk that Megatron-core makes, in its order, by configuration."""
+    from optimus_cc.training import model
+
+    backend = backend_in_world(configs[0])
+    return [
+        [
+            [(name.removeprefix("module."), tuple(value.shape)) for name, value in chunk.module.named_parameters()]
+            for chunk in model.build_model(config, backend, VOCABULARY)
+        ]
+        for config in configs
+    ]
+
+
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "tp2_pp2_dp2", "pp4_v2"])
-def test_parameters_are_those_of_the_real_model(ranks: RankPool, layout: str, model: str) -> None:
-    config = small(layout, model=MODELS[model])
-    parallel = config.parallel
-    results = ranks.run(parallel.world_size, train_ours, config)
-    for rank, result in enumerate(results):
+def test_parameters_are_those_of_the_real_model(ranks: RankPool, layout: str) -> None:
+    configs = [small(layout, model=model) for model in MODELS.values()]
+    parallel = configs[0].parallel
+    for rank, results in enumerate(ranks.run(parallel.world_size, _weights, configs)):
         pipeline_rank = rank // (parallel.tensor_parallel_size * parallel.data_parallel_size)
-        for chunk in range(parallel.num_chunks):
-            stage = chunk * parallel.pipeline_parallel_size + pipeline_rank
-            expected = stage_parameters(config.model, parallel, VOCABULARY, stage)
-            prefix = f"{chunk}."
-            weights = [(key.removeprefix(prefix), w) for key, w in result["weights"].items() if key.startswith(prefix)]
-            # Names, sizes and order.
-            assert [(weight.name, weight.shape) for weight in expected.weights] == [
-                (name.removeprefix("module."), tuple(value.shape)) for name, value in weights
-            ]
-            rows = [value.numel() for name, value in weights if "word_emb" in name or "output_layer" in name]
-            assert expected.word_embedding == sum(rows)
+        for config, chunks in zip(configs, results, strict=True):
+            for chunk, weights in enumerate(chunks):
+                stage = chunk * parallel.pipeline_parallel_size + pipeline_rank
+                expected = stage_parameters(config.model, parallel, VOCABULARY, stage)
+                assert [(weight.name, weight.shape) for weight in expected.weights] == weights
+                rows = [prod(shape) for name, shape in weights if "word_emb" in name or "output_layer" in name]
+                assert expected.word_embedding == sum(rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

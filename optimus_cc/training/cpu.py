@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +53,33 @@ def enable() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_tensor_methods()
     _replace_cuda_functions()
-    _replace_random_state()
+    with _lighter_import():
+        _replace_random_state()
     _enabled = True
+
+
+@contextmanager
+def _lighter_import() -> Iterator[None]:
+    """For importing Megatron-core: without what a rank on CPU never calls and takes seconds of processor time to load.
+
+    torch.compile loads its compilers as soon as it decorates Megatron-core's fused kernels; wandb is asked for by its
+    inference engine.
+    """
+    torch_compile, wandb = torch.compile, sys.modules.get("wandb")
+    torch.compile = _as_it_is
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = torch_compile
+        del sys.modules["wandb"]
+        if wandb is not None:
+            sys.modules["wandb"] = wandb
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """Stands for torch.compile, called or as a decorator with or without options."""
+    return function if function is not None else _as_it_is
 
 
 def _is_cuda(device: Any) -> bool:
