@@ -95,8 +95,14 @@ def _kept(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in state.items() if {"memory", "query"} & set(key.split("."))]
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("layout", ["pp4", "tp2_pp2_dp2", "pp4_v2"])
+@pytest.mark.parametrize(
+    ("layout", "technique"),
+    [
+        *(("pp4", technique) for technique in TECHNIQUES),
+        *(("tp2_pp2_dp2", technique) for technique in ("cb", "forward", "fe")),
+        *(("pp4_v2", technique) for technique in ("flush", "cold, bf16 wire", "top-k")),
+    ],
+)
 def test_bytes_and_memory_are_those_of_a_run(ranks: RankPool, layout: str, technique: str) -> None:
     config = small(layout, TECHNIQUES[technique])
     results = ranks.run(config.parallel.world_size, train_ours, config)
