@@ -66,7 +66,7 @@ def _lighter_import() -> Iterator[None]:
     inference engine.
     """
     torch_compile, wandb = torch.compile, sys.modules.get("wandb")
-    torch.compile = _as_it_is
+    torch.compile = _as_it_is  # type: ignore[assignment]
     sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         yield
