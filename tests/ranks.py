@@ -77,7 +77,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
             rank = pending.pop(connection)
             try:
                 succeeded, value = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):  # also while it was handing over its tensors
                 succeeded, value = False, "the rank died"
             if succeeded:
                 results[rank] = value
