@@ -94,9 +94,7 @@ class RunConflict(RunFailed):
     """The folder holds another experiment under the same id, or something that isn't a run."""
 
 
-FAILURES: Mapping[str, type[RunFailed]] = {
-    kind.state: kind for kind in (RunFailed, RunCancelled, RunPreempted)
-}
+FAILURES: Mapping[str, type[RunFailed]] = {kind.state: kind for kind in (RunFailed, RunCancelled, RunPreempted)}
 """What a run raises that ended in a state."""
 
 
