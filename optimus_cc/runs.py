@@ -18,7 +18,6 @@ Readers never raise because of what a folder holds or lacks.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
@@ -30,7 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from optimus_cc import checkpoints, provenance
+from optimus_cc import checkpoints, ownership, provenance
+from optimus_cc.ownership import HEARTBEAT_S as HEARTBEAT_S
+from optimus_cc.ownership import STALE_S, Held, Ownership
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import (
     append_json_line,
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 
 State = Literal["queued", "running", "preempted", "cancelled", "failed", "finished"]
 
-HEARTBEAT_S = 10.0
-"""A running run's status is renewed at least this often."""
-STALE_S = 120.0
-"""A running status older than this has no owner any more."""
 BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
 NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
 """The folders beside the run folders that hold something else."""
@@ -115,7 +112,7 @@ class Status:
         """It says running, but its supervisor is gone."""
         if self.state != "running":
             return False
-        if self.host == socket.gethostname() and self.pid is not None and not _process_exists(self.pid):
+        if self.host == socket.gethostname() and self.pid is not None and not ownership.process_exists(self.pid):
             return True
         age = _age_s(self.updated)
         return age is None or age > STALE_S
@@ -235,10 +232,19 @@ class Claim:
     """A finished run is there and nothing is to be done."""
     notes: tuple[str, ...] = ()
     """What was found and what was done about it, a line each."""
-    _lock: int | None = None
+    _ownership: Ownership | None = None
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the status, in the folder too."""
+        """Change fields of the status, in the folder too.
+
+        Raises:
+            RunBusy: this process was silent for so long that another one has taken the run over.
+        """
+        if self._ownership is not None:
+            try:
+                self._ownership.renew()
+            except Held as held:
+                raise RunBusy(f"{self.folder.run_id} was taken over by {held}: nothing was heard from here") from None
         self.status = self.folder.write_status(replace(self.status, **changes))
 
     def __enter__(self) -> Claim:
@@ -247,9 +253,9 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._ownership is not None:
+            self._ownership.release()
+            self._ownership = None
 
 
 def claim(config: RunConfig) -> Claim:
@@ -269,17 +275,31 @@ def claim(config: RunConfig) -> Claim:
         if not config.force and (done := _finished(folder, config, code)):
             return done
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        owned = own(folder)
         try:
             if not config.force and (done := _finished(folder, config, code)):
-                os.close(lock)  # it finished while this process waited for nothing
+                owned.release()  # it finished while this process waited for nothing
                 return done
-            return _start(folder, config, code, lock)
+            return _start(folder, config, code, owned)
         except BaseException:
-            os.close(lock)
+            owned.release()
             raise
     except OSError as error:
         raise RunFailed(f"the run folder {folder.path} can't be written: {error.strerror or error}") from error
+
+
+def own(folder: RunFolder) -> Ownership:
+    """Take a folder that is there, whatever is in it; the caller lets go of it.
+
+    Raises:
+        RunBusy: another process has it; the message says which.
+        OSError: the folder can't be written.
+    """
+    _refuse_unmarked(folder)
+    try:
+        return ownership.take(folder.path)
+    except Held as held:
+        raise RunBusy(f"{folder.run_id} is being run by {held} already; its folder is {folder.path}") from None
 
 
 def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -316,17 +336,17 @@ def _finished(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion
     return Claim(folder, status, finished=True, notes=tuple(notes))
 
 
-def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, owned: Ownership) -> Claim:
     _check_same_experiment(folder, config)
     found = folder.status()
     notes: list[str] = []
     restarts = 0
     if found is not None and found.state == "finished":
-        place = _set_aside(folder, "previous", keep=(".lock", "previous"))
+        place = _set_aside(folder, "previous", keep=("previous",))
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
     elif found is None or found.state != "queued":
         # The records up to its checkpoint are this attempt's too: they stay, and the trainer cuts those after it.
-        stay = (".lock", "attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
+        stay = ("attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
         place = _set_aside(folder, "attempts", keep=stay)
         if place is not None:
             if folder.metrics_path.exists():
@@ -337,7 +357,7 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
             notes.append(f"{_describe_end(folder, found)}: {how}; its logs and metrics are kept in {place}")
     folder.logs.mkdir(exist_ok=True)
     write_origin(folder, config, code, run_id=config.run_id, scientific=config.scientific())
-    claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
+    claimed = Claim(folder, Status("queued"), notes=tuple(notes), _ownership=owned)
     claimed.update(
         state="running",
         total_steps=config.training.steps,
@@ -410,7 +430,9 @@ def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
 
 def _set_aside(folder: RunFolder, kind: str, keep: Iterable[str]) -> Path | None:
     """Move a folder's content into the next free ``<kind>/<n>/``; the status last, so that a crash changes no state."""
-    entries = [entry for entry in folder.path.iterdir() if entry.name not in keep]
+    entries = [
+        entry for entry in folder.path.iterdir() if entry.name not in keep and not ownership.is_a_mark(entry.name)
+    ]
     if not entries:
         return None
     base = folder.path / kind
@@ -423,37 +445,17 @@ def _set_aside(folder: RunFolder, kind: str, keep: Iterable[str]) -> Path | None
     return place
 
 
-def _lock(folder: RunFolder) -> int:
-    """File descriptor that holds the folder's lock; the kernel lets go when this process ends, however it ends."""
-    path = folder.path / ".lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode("utf-8", errors="replace").strip() or "another process"
-            raise RunBusy(f"{folder.run_id} is being run by {holder} already; its folder is {folder.path}") from None
-        except OSError:
-            # No locks on this file system: the status has to tell.
-            if (status := folder.status()) and status.state == "running" and not status.abandoned:
-                raise _busy(folder, status) from None
-        status = folder.status()
-        if status and status.state == "running" and status.host != socket.gethostname() and not status.abandoned:
-            raise _busy(folder, status)  # locks may not reach other hosts
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _busy(folder: RunFolder, status: Status) -> RunBusy:
-    return RunBusy(
-        f"{folder.run_id} is being run by {status.owner} already; its folder is {folder.path}",
-        f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
-        f"{STALE_S:.0f} s.",
-    )
+def _refuse_unmarked(folder: RunFolder) -> None:
+    """Where a run was started on another host by code that left no mark of its owner, its status has to tell."""
+    status = folder.status()
+    if status is None or status.state != "running" or status.host == socket.gethostname() or status.abandoned:
+        return
+    if not ownership.has_had(folder.path, status.pid, status.host):
+        raise RunBusy(
+            f"{folder.run_id} is being run by {status.owner} already; its folder is {folder.path}",
+            f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
+            f"{STALE_S:.0f} s.",
+        )
 
 
 def _parse_status(record: Mapping[str, Any]) -> Status | None:
@@ -473,16 +475,6 @@ def _parse_status(record: Mapping[str, Any]) -> Status | None:
         if name in known and not isinstance(known[name], kinds):
             del known[name]
     return Status(**known)
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _age_s(moment: str | None) -> float | None:
