@@ -91,7 +91,7 @@ def take(folder: Path) -> Ownership:
 
 
 def holder_here(folder: Path) -> int | None:
-    """Process on this host that holds the folder's lock right now; None if no process does, or none that can be told."""
+    """Process on this host that holds the folder's lock right now; None if none does, or it can't be told which."""
     try:
         with (folder / LOCK).open("rb") as file:
             try:

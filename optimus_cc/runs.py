@@ -18,11 +18,12 @@ Readers never raise because of what a folder holds or lacks.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -114,7 +115,7 @@ class Status:
             return False
         if self.host == socket.gethostname() and self.pid is not None and not ownership.process_exists(self.pid):
             return True
-        age = _age_s(self.updated)
+        age = age_s(self.updated)
         return age is None or age > STALE_S
 
     @property
@@ -149,7 +150,7 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether this looks like a run's folder at all."""
-        return self.config_path.is_file() or self.status_path.is_file()
+        return os.path.isfile(self.config_path) or os.path.isfile(self.status_path)  # without an error if unreadable
 
     def config(self) -> dict[str, Any] | None:
         """The frozen configuration, for :func:`optimus_cc.config.load`."""
@@ -300,6 +301,26 @@ def own(folder: RunFolder) -> Ownership:
         return ownership.take(folder.path)
     except Held as held:
         raise RunBusy(f"{folder.run_id} is being run by {held} already; its folder is {folder.path}") from None
+
+
+def folders_in(runs_dir: Path, patterns: Sequence[str] = ()) -> list[RunFolder]:
+    """What may be run folders in ``runs_dir``, by name; ``exists()`` of each says whether it looks like one.
+
+    Args:
+        patterns: keep those whose id contains one of these, or matches it with ``*`` and ``?``; empty: all.
+
+    Raises:
+        OSError: ``runs_dir`` can't be read.
+    """
+    with os.scandir(runs_dir) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return [
+        RunFolder(runs_dir / name)
+        for name in sorted(names)
+        if not name.startswith(".")
+        and name not in NOT_RUNS
+        and (not patterns or any(pattern in name or fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    ]
 
 
 def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -477,7 +498,8 @@ def _parse_status(record: Mapping[str, Any]) -> Status | None:
     return Status(**known)
 
 
-def _age_s(moment: str | None) -> float | None:
+def age_s(moment: str | None) -> float | None:
+    """Seconds since ``moment`` (ISO 8601) by this host's clock; None if that isn't a time."""
     try:
         return time.time() - datetime.fromisoformat(moment or "").timestamp()
     except (ValueError, OverflowError, OSError):
