@@ -394,14 +394,13 @@ def folders_in(runs_dir: Path, patterns: Sequence[str] = ()) -> list[RunFolder]:
     Raises:
         OSError: ``runs_dir`` can't be read.
     """
-    with os.scandir(runs_dir) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
     return [
         RunFolder(runs_dir / name)
-        for name in sorted(names)
+        for name in sorted(os.listdir(runs_dir))
         if not name.startswith(".")
         and name not in NOT_RUNS
         and (not patterns or any(pattern in name or fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+        and os.path.isdir(os.path.join(runs_dir, name))
     ]
 
 
