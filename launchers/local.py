@@ -194,9 +194,7 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
         echo.copy()
 
 
-def _train(
-    config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, watch: _Watch
-) -> dict[str, Any]:
+def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, watch: _Watch) -> dict[str, Any]:
     ranks = config.parallel.world_size
     tail = JsonLinesTail(run.folder.metrics_path)
     tail.new_records()  # those of an earlier attempt are no news

@@ -69,7 +69,7 @@ def plan(configs: Sequence[RunConfig]) -> list[Planned]:
 
 def count(planned: Sequence[Planned]) -> str:
     """``2 start, 1 finished already``."""
-    counts = Counter(one.action for one in planned)
+    counts: Counter[str] = Counter(one.action for one in planned)
     return ", ".join(text.format(counts[action]) for action, text in _SAID.items() if counts[action])
 
 
