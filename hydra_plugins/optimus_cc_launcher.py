@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, env_override, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+
+if TYPE_CHECKING:
+    from launchers.sweep import Outcome
 
 
 class OptimusLauncher(Launcher):
@@ -43,13 +48,10 @@ class OptimusLauncher(Launcher):
             outcomes = run_all(configs)
         if any(outcome.interrupted for outcome in outcomes):
             sys.exit(exit_code(outcomes))
-        if configs[0].launcher.dry_run and not uses_basic_sweeper(self.config):
+        if any(config.launcher.dry_run for config in configs) and not uses_basic_sweeper(self.config):
             print("This is the first batch; what comes next depends on its results.")
             sys.exit(0)
-        return [
-            self._returned(job, lambda _, outcome=outcome: outcome.value())
-            for (job, _), outcome in zip(jobs, outcomes, strict=True)
-        ]
+        return [self._returned(job, partial(_told, outcome)) for (job, _), outcome in zip(jobs, outcomes, strict=True)]
 
     def _returned(self, job: DictConfig, task: TaskFunction) -> JobReturn:
         """What Hydra makes of a job: folders, callbacks, and the result for the sweeper."""
@@ -60,6 +62,11 @@ class OptimusLauncher(Launcher):
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
+
+
+def _told(outcome: Outcome, _: DictConfig) -> float:
+    """Stands in for the task, which has run."""
+    return outcome.value()
 
 
 ConfigStore.instance().store(
