@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, env_override, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, env_override, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -55,13 +55,28 @@ class OptimusLauncher(Launcher):
 
     def _returned(self, job: DictConfig, task: TaskFunction) -> JobReturn:
         """What Hydra makes of a job: folders, callbacks, and the result for the sweeper."""
-        return run_job(
+        returned = run_job(
             hydra_context=self.hydra_context,
             task_function=task,
             config=job,
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
+        return _Returned(**vars(returned))
+
+
+class _Returned(JobReturn):
+    """Raises what a failed job raised, as Hydra's does, without another line about it: it was told when it happened."""
+
+    @property
+    def return_value(self) -> Any:
+        if self.status == JobStatus.FAILED:
+            raise self._return_value
+        return self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
 
 
 def _told(outcome: Outcome, _: DictConfig) -> float:

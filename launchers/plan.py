@@ -89,7 +89,7 @@ def _planned(config: RunConfig, folder: RunFolder) -> Planned:
     if status is not None and status.waits_for_another:
         remark = f"queued by {status.owner} too; whoever comes first runs it"
     elif status is not None and status.state != "queued" and not status.never_began:
-        remark = f"was {'running' if status.state == 'running' else status.cause or status.state} at step {status.step}"
+        remark = status.how_it_ended
     last = checkpoints.newest(folder.checkpoints)
     if last is not None:
         return Planned(config, folder, "resume", last.step, remark)

@@ -142,6 +142,15 @@ class Status:
         return f"process {self.pid} on {self.host}"
 
     @property
+    def how_it_ended(self) -> str:
+        """For a sentence about a run that did not finish."""
+        if self.state == "running":
+            return f"was running until its supervisor ({self.owner}) died at step {self.step}"
+        if self.cause is None or self.cause.startswith(self.state):
+            return f"was {self.cause or self.state} at step {self.step}"
+        return f"{self.state} at step {self.step} ({self.cause})"
+
+    @property
     def _owner_is_gone(self) -> bool:
         return self.host == socket.gethostname() and self.pid is not None and not ownership.process_exists(self.pid)
 
@@ -564,13 +573,7 @@ def _write_provenance(folder: RunFolder, record: Mapping[str, Any], code: proven
 
 
 def _describe_end(folder: RunFolder, found: Status | None) -> str:
-    if found is None:
-        return f"{folder.run_id} was begun but left no status"
-    if found.state == "running":
-        return f"{folder.run_id} was running until its supervisor ({found.owner}) died at step {found.step}"
-    if found.cause is None or found.cause.startswith(found.state):
-        return f"{folder.run_id} was {found.cause or found.state} at step {found.step}"
-    return f"{folder.run_id} {found.state} at step {found.step} ({found.cause})"
+    return f"{folder.run_id} {'was begun but left no status' if found is None else found.how_it_ended}"
 
 
 def _recorded_science(folder: RunFolder) -> dict[str, Any] | None:
