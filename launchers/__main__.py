@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from launchers import status
 from launchers.status import STATES, NothingFound
+from optimus_cc import command
 
 FILTER = "part of a run's id, or a pattern with * and ?"
 
@@ -21,9 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what runs print may be in another character set
-    command: Callable[[argparse.Namespace], int] = options.run
+    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return command(options)
+        return run(options)
     except NothingFound as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -146,12 +146,4 @@ def _whole(text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more
-        code = 0
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    sys.exit(command.run(main))

@@ -10,18 +10,7 @@ from launchers.plan import plan
 from launchers.progress import Screen
 from optimus_cc.runs import Status
 from tests.launchers.jobs import configuration
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.launchers.screens import Clock, Terminal
 
 
 def feed(stream: io.StringIO, runs_dir: Path) -> Overview:

@@ -7,18 +7,7 @@ from typing import Any
 import pytest
 
 from launchers.progress import Progress, duration, format_summary, number
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.launchers.screens import Clock, Terminal
 
 
 def _record(step: int, **values: Any) -> dict[str, Any]:
