@@ -1,6 +1,7 @@
 """The one entry point: composes a configuration, checks it and hands it to its task. See ``python run.py --help``."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def main() -> int:
             return 0
         information = compose.asks_for_information(arguments)
         if not information:
-            compose.compose(arguments)  # every run of a sweep is right, or none starts
+            compose.compose(arguments)  # every run of a sweep that is known is right, or none starts
         try:
             _run_hydra(
                 args=arguments,
@@ -66,6 +67,8 @@ def main() -> int:
         if isinstance(error, RunFailed):
             return error.exit_code  # it was shown when it happened
         raise
+    finally:
+        shutil.rmtree(compose.SCRATCH, ignore_errors=True)
     return 0
 
 

@@ -25,8 +25,11 @@ from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFold
 STATUS_INTERVAL_S = 1.0
 
 
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: RunConfig, take: Callable[[RunConfig], Claim] = claim) -> dict[str, Any]:
     """Train one configuration to the end, or return what a finished run of it left.
+
+    Args:
+        take: claims the run's folder.
 
     Returns:
         the run's summary.
@@ -35,9 +38,14 @@ def train(config: RunConfig) -> dict[str, Any]:
         ConfigError: it can't run on this machine; nothing was started.
         RunFailed: it did not finish; RunCancelled or RunPreempted if it was asked to end. Its text is ready to print.
     """
+    if config.launcher.dry_run:
+        from launchers.forecast import dry_run
+
+        print(dry_run([config]))
+        return {}
     device, notices = choose_device(config)
-    progress = Progress(config.training.steps)
-    with Stop().on_signals() as stop, claim(config) as run:
+    with Stop().on_signals() as stop, take(config) as run:
+        progress = Progress(config.training.steps)
         disk, warnings = disk_budget.told(config, run.folder.path)
         for line in (*_heading(config, run, device), f"disk    {disk}"):
             progress.print(line)
@@ -80,17 +88,22 @@ def choose_device(config: RunConfig, ranks: int | None = None) -> tuple[str, lis
 
 def count_gpus() -> int:
     """NVIDIA GPUs that a process started from here would see. Does not import torch."""
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """Those GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
     if visible is None:
-        return installed or _count_by_nvidia_smi()
-    count = 0
+        return [str(number) for number in range(installed or _count_by_nvidia_smi())]
+    names = []
     for entry in visible.split(","):
         name = entry.strip()
         if not name or name.startswith("-") or (installed and name.isdigit() and int(name) >= installed):
             break  # CUDA ignores everything from the first invalid entry on
-        count += 1
-    return count if installed or _count_by_nvidia_smi() else 0
+        names.append(name)
+    return names if installed or _count_by_nvidia_smi() else []
 
 
 def _count_by_nvidia_smi() -> int:
@@ -122,9 +135,11 @@ def _heading(config: RunConfig, run: Claim, device: str) -> list[str]:
 
 def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
     """The two stages, corpus and ranks, and the status that they end with."""
+    run.update(device=device)
+    watch = _Watch(config, run, stop)
     try:
-        _prepare_corpus(config, run, stop, progress)
-        summary = _train(config, run, device, stop, progress)
+        _prepare_corpus(config, run, stop, progress, watch)
+        summary = _train(config, run, device, stop, progress, watch)
     except RunFailed as error:
         progress.close()
         _end(run, progress.step, error)
@@ -137,7 +152,7 @@ def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progr
     return summary
 
 
-def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progress) -> None:
+def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progress, watch: _Watch) -> None:
     from optimus_cc.training.corpus import DataError, is_prepared, prepare
 
     try:
@@ -150,11 +165,10 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
     log_dir = run.folder.logs / "corpus"
     log = process.log_path(log_dir, 0)
     echo = _Echo(log, progress)
-    beat = _StatusUpdates(run)
 
     def on_poll() -> None:
         echo.copy()
-        beat.update(0)
+        watch.look(0)
 
     try:
         supervise(
@@ -162,7 +176,7 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
             1,
             log_dir=log_dir,
             stop=stop,
-            env=_import_path(),
+            env=import_path(),
             grace_s=config.launcher.stop_grace_s,
             on_poll=on_poll,
             name="the corpus preparation",
@@ -180,15 +194,14 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
         echo.copy()
 
 
-def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
+def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, watch: _Watch) -> dict[str, Any]:
     ranks = config.parallel.world_size
     tail = JsonLinesTail(run.folder.metrics_path)
     tail.new_records()  # those of an earlier attempt are no news
-    status = _StatusUpdates(run)
 
     def on_poll() -> None:
         progress.update(tail.new_records())
-        status.update(progress.step)
+        watch.look(progress.step)
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
@@ -217,7 +230,7 @@ def run_ranks(
         ranks,
         log_dir=folder.logs,
         stop=stop,
-        env={process.DEVICE: device, **_import_path()},
+        env={process.DEVICE: device, **import_path()},
         threads_per_rank=config.launcher.threads_per_rank,
         grace_s=config.launcher.stop_grace_s,
         timeout_s=config.training.timeout_s,
@@ -225,7 +238,7 @@ def run_ranks(
     )
 
 
-def _import_path() -> dict[str, str]:
+def import_path() -> dict[str, str]:
     """Lets processes import this very package, installed or not, from whatever folder they are started in."""
     places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
@@ -261,18 +274,23 @@ def relative(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-class _StatusUpdates:
-    """Keeps status.json current without writing it at every poll."""
+class _Watch:
+    """Keeps status.json current without writing it at every poll, and the time limit."""
 
-    def __init__(self, run: Claim) -> None:
+    def __init__(self, config: RunConfig, run: Claim, stop: Stop) -> None:
+        self._limit_h = config.launcher.time_limit_h
         self._run = run
-        self._written = time.monotonic()
+        self._stop = stop
+        self._began = self._written = time.monotonic()
 
-    def update(self, step: int) -> None:
-        waited = time.monotonic() - self._written
+    def look(self, step: int) -> None:
+        now = time.monotonic()
+        if self._limit_h is not None and now - self._began > 3600 * self._limit_h and not self._stop.requested:
+            self._stop.request(f"launcher.time_limit_h={self._limit_h:g}")
+        waited = now - self._written
         if waited < STATUS_INTERVAL_S or (step == self._run.status.step and waited < HEARTBEAT_S):
             return
-        self._written = time.monotonic()
+        self._written = now
         with contextlib.suppress(OSError):  # a full disk must not end a run that may still finish
             self._run.update(step=step)
 

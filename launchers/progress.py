@@ -17,6 +17,54 @@ PLAIN_INTERVAL_S = 10.0
 REDRAW_S = 0.25
 
 
+class Screen:
+    """Lines that stay, and below them, in a terminal, a few that are redrawn. Never raises because nobody can see it.
+
+    Attributes:
+        live: whether there is a terminal that can redraw.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._drawn = 0
+        try:
+            self.live = self._stream.isatty()
+        except ValueError:
+            self.live = False
+
+    def print(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        self._write(f"{text}\n")
+
+    def draw(self, *lines: str) -> None:
+        """Lines in place of those drawn last, cut at the terminal's width and height."""
+        width, height = shutil.get_terminal_size()
+        shown = [line[: width - 1] for line in lines[: max(1, height - 1)]]
+        self._write(self._back() + "\n".join(shown))
+        self._drawn = len(shown)
+
+    def clear(self) -> None:
+        """Remove what was drawn last."""
+        if self._drawn:
+            self._write(self._back())
+            self._drawn = 0
+
+    def leave(self) -> None:
+        """What was drawn last stays; nothing is drawn any more."""
+        if self._drawn:
+            self._write("\n")
+        self._drawn, self.live = 0, False
+
+    def _back(self) -> str:
+        return f"\r\x1b[{self._drawn - 1}A\x1b[J" if self._drawn > 1 else "\r\x1b[2K"
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal or pipe doesn't end a run
+            self._stream.write(text)
+            self._stream.flush()
+
+
 class Progress:
     """Shows metrics records as they come. Never raises because nobody can see it any more."""
 
@@ -24,15 +72,13 @@ class Progress:
         self, total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._total = total_steps
-        self._stream = stream or sys.stdout
+        self._screen = Screen(stream)
         self._clock = clock
-        self._live = self._is_terminal()
         self._phase = ""
         self._phase_began = self._drawn = self._printed = clock()
         self._last: Mapping[str, Any] | None = None
         self._shown_step = 0
         self._first: tuple[float, int] | None = None
-        self._line_open = False
 
     @property
     def step(self) -> int:
@@ -43,15 +89,14 @@ class Progress:
         """Say what goes on while there are no steps yet."""
         self._phase = text
         self._phase_began = self._clock()
-        if self._live:
+        if self._screen.live:
             self._draw()
         else:
             self.print(text)
 
     def print(self, text: str) -> None:
         """A line that stays."""
-        self._clear()
-        self._write(f"{text}\n")
+        self._screen.print(text)
 
     def update(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take new records, and redraw what changes with time. Call it often."""
@@ -69,20 +114,19 @@ class Progress:
             elif record.get("kind") == "resume" and isinstance(notes := record.get("notes"), list):
                 for note in notes:
                     self.print(f"note    {note}")
-        if self._live and now - self._drawn >= REDRAW_S:
+        if self._screen.live and now - self._drawn >= REDRAW_S:
             self._draw()
 
     def close(self) -> None:
         """Leave the last state of the live line on the screen."""
-        if self._live and self._last is not None:
+        if self._screen.live and self._last is not None:
             self._draw()
-            self._write("\n")
         else:
-            self._clear()
-        self._line_open = self._live = False
+            self._screen.clear()
+        self._screen.leave()
 
     def _maybe_print(self, now: float) -> None:
-        if self._live:
+        if self._screen.live:
             return
         tenth = max(1, self._total // 10)
         due = now - self._printed >= PLAIN_INTERVAL_S or self.step // tenth > self._shown_step // tenth
@@ -116,25 +160,7 @@ class Progress:
 
     def _draw(self) -> None:
         self._drawn = self._clock()
-        width = shutil.get_terminal_size().columns - 1
-        self._write(f"\r\x1b[2K{self._state(self._drawn)[:width]}")
-        self._line_open = True
-
-    def _clear(self) -> None:
-        if self._line_open:
-            self._write("\r\x1b[2K")
-            self._line_open = False
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal or pipe doesn't end a run
-            self._stream.write(text)
-            self._stream.flush()
-
-    def _is_terminal(self) -> bool:
-        try:
-            return self._stream.isatty()
-        except ValueError:
-            return False
+        self._screen.draw(self._state(self._drawn))
 
 
 def _since_resume(records: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -165,7 +165,7 @@ class _Supervisor:
     def __enter__(self) -> _Supervisor:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="optimus_cc_"))
-        self.guard = _Guard(self.scratch)
+        self.guard = Guard(self.scratch)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,7 +184,7 @@ class _Supervisor:
             **env,
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            "OMP_NUM_THREADS": str(threads or max(1, _num_cores() // num_ranks)),
+            "OMP_NUM_THREADS": str(threads or max(1, num_cores() // num_ranks)),
             process.RENDEZVOUS: f"file://{self.scratch / 'rendezvous'}",
             process.LOG_DIR: str(self.log_dir),
             process.SUPERVISOR_PID: str(os.getpid()),
@@ -316,8 +316,8 @@ class _Supervisor:
         self._poll()
 
 
-class _Guard:
-    """The helper process that kills the ranks' groups if this process is killed, and removes the scratch folder."""
+class Guard:
+    """The helper process that kills groups of processes if this process is killed, and removes its scratch folder."""
 
     def __init__(self, scratch: Path) -> None:
         script = Path(__file__).with_name("guard.py")
@@ -437,7 +437,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

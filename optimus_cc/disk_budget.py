@@ -29,21 +29,30 @@ def checkpoint_nbytes(config: RunConfig) -> int:
     return parameters * per_parameter + remembered + parallel.world_size * _RANK_FILE_BYTES
 
 
-def told(config: RunConfig, folder: Path) -> tuple[str, list[str]]:
-    """What to say about the disk of ``folder`` before a run starts: a line, and notices if it is too small."""
-    each, kept = checkpoint_nbytes(config), config.training.checkpoint.keep_last
-    most = each * (kept + 1)  # the oldest one goes when the newest is complete
+def most_nbytes(config: RunConfig) -> int:
+    """Bytes of all checkpoints that a run has at a time: the oldest one goes when the newest is complete."""
+    return checkpoint_nbytes(config) * (config.training.checkpoint.keep_last + 1)
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes that are free where ``folder`` is or would be."""
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    line = f"checkpoints of about {_mb(each)} each, {_mb(most)} at most; {_mb(free)} are free"
+    return shutil.disk_usage(folder).free
+
+
+def told(config: RunConfig, folder: Path) -> tuple[str, list[str]]:
+    """What to say about the disk of ``folder`` before a run starts: a line, and notices if it is too small."""
+    each, most, free = checkpoint_nbytes(config), most_nbytes(config), free_nbytes(folder)
+    line = f"checkpoints of about {text(each)} each, {text(most)} at most; {text(free)} are free"
     if free >= most:
         return line, []
     return line, [
-        f"its checkpoints may take {_mb(most)}, and only {_mb(free)} are free in {folder}: saving would fail, and "
+        f"its checkpoints may take {text(most)}, and only {text(free)} are free in {folder}: saving would fail, and "
         "the run end there. Free some space, or set training.checkpoint.keep_last=1 or runs_dir=FOLDER."
     ]
 
 
-def _mb(count: int) -> str:
+def text(count: int) -> str:
+    """``7.5 MB``, ``1.2 GB``."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

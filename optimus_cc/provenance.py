@@ -68,7 +68,7 @@ def collect(code: CodeVersion) -> dict[str, Any]:
     """Everything but the diff, ready for provenance.json."""
     return {
         "created": utc_now(),
-        "git": {"commit": code.commit, "dirty": code.dirty, "untracked": list(code.untracked[:100])},
+        **of_code(code),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": installed_versions(),
@@ -77,6 +77,10 @@ def collect(code: CodeVersion) -> dict[str, Any]:
         "command": shlex.join([sys.executable, *sys.argv]),
         "working_directory": os.getcwd(),
     }
+
+
+def of_code(code: CodeVersion) -> dict[str, Any]:
+    return {"git": {"commit": code.commit, "dirty": code.dirty, "untracked": list(code.untracked[:100])}}
 
 
 def installed_versions() -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 ``runs/<id>/`` holds
 
-- ``config.yaml``      the resolved configuration, frozen when the attempt starts
+- ``config.yaml``      the resolved configuration, frozen when the run is queued or, without a queue, starts
 - ``provenance.json``  commit, versions, machine, command; ``provenance.diff`` beside it if there were changes
 - ``status.json``      :class:`Status`
 - ``metrics.jsonl``    one JSON object per record, with ``kind`` and ``step`` (see :mod:`optimus_cc.records`)
 - ``summary.json``     the result, written by the trainer when it is through
 - ``trace.json``       one step as it was measured, if ``training.probes.trace_step`` asks for it
-- ``logs/``            ``rank_N.log`` and what ranks report to their supervisor
+- ``logs/``            ``rank_N.log``, what ranks report to their supervisor, and ``launcher.log`` of a queued run
 - ``checkpoints/``, ``evaluation/``
 - ``attempts/N/``      logs and metrics of attempts that did not finish
 - ``previous/N/``      finished results that ``force=true`` set aside
@@ -23,7 +23,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -93,6 +94,10 @@ class RunConflict(RunFailed):
     """The folder holds another experiment under the same id, or something that isn't a run."""
 
 
+FAILURES: Mapping[str, type[RunFailed]] = {kind.state: kind for kind in (RunFailed, RunCancelled, RunPreempted)}
+"""What a run raises that ended in a state."""
+
+
 @dataclass(frozen=True)
 class Status:
     """Where a run stands, as its supervisor last said."""
@@ -106,23 +111,40 @@ class Status:
     """UTC, ISO 8601; start of this attempt."""
     updated: str | None = None
     pid: int | None = None
-    """The supervisor's."""
+    """The supervisor's; of a queued run, that of the process that queued it."""
     host: str | None = None
     restarts: int = 0
+    device: str | None = None
+    """``cpu`` or ``cuda``."""
+
+    @property
+    def never_began(self) -> bool:
+        """It was queued, and nothing has happened since: there is no attempt to keep or to count."""
+        return self.state == "queued" or (self.state in ("cancelled", "failed") and self.started is None)
 
     @property
     def abandoned(self) -> bool:
         """It says running, but its supervisor is gone."""
         if self.state != "running":
             return False
-        if self.host == socket.gethostname() and self.pid is not None and not _process_exists(self.pid):
+        if self._owner_is_gone:
             return True
         age = _age_s(self.updated)
         return age is None or age > STALE_S
 
     @property
+    def waits_for_another(self) -> bool:
+        """Another process has queued it, and lives as far as can be told from here."""
+        mine = self.host == socket.gethostname() and self.pid == os.getpid()
+        return self.state == "queued" and self.pid is not None and not mine and not self._owner_is_gone
+
+    @property
     def owner(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+    @property
+    def _owner_is_gone(self) -> bool:
+        return self.host == socket.gethostname() and self.pid is not None and not _process_exists(self.pid)
 
 
 class RunFolder:
@@ -247,6 +269,10 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others in."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -263,23 +289,93 @@ def claim(config: RunConfig) -> Claim:
         RunConflict: the folder holds another configuration under the same id.
         RunFailed: the folder can't be written.
     """
-    folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
-    code = provenance.code_version()
-    try:
-        if not config.force and (done := _finished(folder, config, code)):
-            return done
-        folder.path.mkdir(parents=True, exist_ok=True)
+    return _take(config, provenance.code_version(), _start)
+
+
+def queue(config: RunConfig, code: provenance.CodeVersion | None = None) -> Claim:
+    """Freeze a configuration in its folder for a job that starts later (:func:`claim_queued`), by the rules of
+    :func:`claim`. What another living process has queued stays as that process froze it.
+
+    Args:
+        code: the state of the repository, if it is known already.
+
+    Returns:
+        ``finished`` and the notes; it holds no lock.
+
+    Raises:
+        as :func:`claim`.
+    """
+    claimed = _take(config, code or provenance.code_version(), _put_in_queue)
+    claimed.release()
+    return claimed
+
+
+def claim_queued(folder: RunFolder, config: RunConfig) -> Claim:
+    """Take a folder that :func:`queue` has prepared; ``config`` is what :meth:`RunFolder.run_config` read from it.
+
+    Returns:
+        the claim; ``finished`` if another process was quicker and is through.
+
+    Raises:
+        RunBusy: another process runs it.
+        RunCancelled: somebody has cancelled it meanwhile.
+        RunConflict: what it computes has changed since it was queued: a file has.
+        RunFailed: it was started and ended otherwise; or the folder can't be written.
+    """
+    with _writing(folder):
         lock = _lock(folder)
         try:
-            if not config.force and (done := _finished(folder, config, code)):
-                os.close(lock)  # it finished while this process waited for nothing
-                return done
-            return _start(folder, config, code, lock)
+            status = folder.status()
+            if status is None or status.state not in ("queued", "finished"):
+                raise _not_queued(folder, status)
+            if status.state == "finished":
+                os.close(lock)
+                return Claim(folder, status, finished=True, notes=(f"{folder.run_id} is finished already",))
+            check_same_experiment(folder, config)
+            claimed = Claim(folder, status, notes=_code_has_changed(folder), _lock=lock)
+            _begin(claimed)
+            return claimed
         except BaseException:
             os.close(lock)
             raise
-    except OSError as error:
-        raise RunFailed(f"the run folder {folder.path} can't be written: {error.strerror or error}") from error
+
+
+def withdraw(folder: RunFolder, state: Literal["cancelled", "failed"], cause: str) -> bool:
+    """Take a run out of the queue; ``False`` if it isn't queued any more. It doesn't count as an attempt.
+
+    Raises:
+        RunFailed: the folder can't be written.
+    """
+    with _writing(folder):
+        try:
+            lock = _lock(folder)
+        except RunBusy:
+            return False
+        try:
+            status = folder.status()
+            if status is None or status.state != "queued":
+                return False
+            folder.write_status(replace(status, state=state, cause=cause))
+            return True
+        finally:
+            os.close(lock)
+
+
+def check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
+    """A folder's name holds a short hash only, and folders can be copied or edited.
+
+    Raises:
+        RunConflict: it holds something else than a run of ``config``, or a run that computes something else.
+    """
+    there = _recorded_science(folder)
+    here = from_json(to_json(config.scientific()))
+    if there is None or there == here:
+        return
+    differences = sorted(_differences(there, here))
+    raise RunConflict(
+        f"{folder.path} holds another experiment under the same id",
+        "\n".join(f"    {line}" for line in differences[:10]) + "\n  Move that folder away, or set runs_dir=FOLDER.",
+    )
 
 
 def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -300,15 +396,52 @@ def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def _not_queued(folder: RunFolder, status: Status | None) -> RunFailed:
+    if status is None:
+        return RunFailed(f"{folder.run_id} is not queued: it has no status")
+    cause = f" ({status.cause})" if status.cause else ""
+    kind = FAILURES.get(status.state, RunFailed)
+    return kind(f"{folder.run_id} is not started: it is not queued but {status.state}{cause}")
+
+
+@contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"the run folder {folder.path} can't be written: {error.strerror or error}") from error
+
+
+def _take(
+    config: RunConfig,
+    code: provenance.CodeVersion,
+    prepare: Callable[[RunFolder, RunConfig, provenance.CodeVersion, int], Claim],
+) -> Claim:
+    """What ``prepare`` makes of the configuration's folder under its lock; a claim on a finished run, if there is one.
+    ``prepare`` must not close the lock."""
+    folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+    with _writing(folder):
+        if not config.force and (done := _finished(folder, config, code)):
+            return done
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+        try:
+            if not config.force and (done := _finished(folder, config, code)):
+                os.close(lock)  # it finished while this process waited for nothing
+                return done
+            return prepare(folder, config, code, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+
 def _finished(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion) -> Claim | None:
     status = folder.status()
     if status is None or status.state != "finished":
         return None
-    _check_same_experiment(folder, config)
+    check_same_experiment(folder, config)
     notes = [f"{folder.run_id} is finished already and is not run again; force=true runs it again"]
-    made_by = (folder.provenance() or {}).get("git")
-    made_by = made_by if isinstance(made_by, dict) else {}
-    then = provenance.CodeVersion(made_by.get("commit"), bool(made_by.get("dirty")))
+    then = _made_by(folder)
     if then.commit != code.commit or then.dirty or code.dirty:
         notes.append(f"it was made by code at commit {then.label}; the code is now at {code.label}")
     if folder.summary() is None:
@@ -316,15 +449,51 @@ def _finished(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion
     return Claim(folder, status, finished=True, notes=tuple(notes))
 
 
+def _made_by(folder: RunFolder) -> provenance.CodeVersion:
+    """The code that a folder's provenance names, without its differences."""
+    git = (folder.provenance() or {}).get("git")
+    git = git if isinstance(git, dict) else {}
+    return provenance.CodeVersion(git.get("commit"), bool(git.get("dirty")))
+
+
+def _code_has_changed(folder: RunFolder) -> tuple[str, ...]:
+    """Record the code that is about to run where it isn't the one that queued the run; a note that says so."""
+    code, then = provenance.code_version(), _made_by(folder)
+    try:
+        diff = folder.diff_path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        diff = ""
+    if (code.commit, code.dirty, code.diff) == (then.commit, then.dirty, diff):
+        return ()
+    record = folder.provenance() or {}
+    _write_provenance(folder, {**record, **provenance.of_code(code), "queued_with": record.get("git")}, code)
+    return (f"it was queued with code at commit {then.label}; it runs with {code.label}, which may compute otherwise",)
+
+
 def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
-    _check_same_experiment(folder, config)
+    claimed = _freeze(folder, config, code, lock)
+    _begin(claimed)
+    return claimed
+
+
+def _put_in_queue(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+    found = folder.status()
+    if found is not None and found.waits_for_another:
+        check_same_experiment(folder, config)
+        return Claim(folder, found, notes=(f"{folder.run_id} was queued by {found.owner} already",), _lock=lock)
+    return _freeze(folder, config, code, lock)
+
+
+def _freeze(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+    """Make the folder ready for an attempt: what was there before is set aside, and the attempt is queued."""
+    check_same_experiment(folder, config)
     found = folder.status()
     notes: list[str] = []
-    restarts = 0
+    restarts = found.restarts if found is not None and found.never_began else 0
     if found is not None and found.state == "finished":
         place = _set_aside(folder, "previous", keep=(".lock", "previous"))
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
-    elif found is None or found.state != "queued":
+    elif found is None or not found.never_began:
         # The records up to its checkpoint are this attempt's too: they stay, and the trainer cuts those after it.
         stay = (".lock", "attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
         place = _set_aside(folder, "attempts", keep=stay)
@@ -339,22 +508,31 @@ def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, l
     write_origin(folder, config, code, run_id=config.run_id, scientific=config.scientific())
     claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
     claimed.update(
-        state="running",
         total_steps=config.training.steps,
-        started=utc_now(),
         pid=os.getpid(),
         host=socket.gethostname(),
         restarts=restarts,
+        device=found.device if found is not None and folder.metrics_path.exists() else None,
     )
     return claimed
+
+
+def _begin(claimed: Claim) -> None:
+    claimed.update(state="running", started=utc_now(), pid=os.getpid(), host=socket.gethostname())
 
 
 def write_origin(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, **more: Any) -> None:
     """Freeze the configuration, and say where what is about to be made comes from; ``more``: further facts of it."""
     replace_file(folder.config_path, _yaml(config.to_mapping()))
+    _write_provenance(folder, {**provenance.collect(code), **more}, code)
+
+
+def _write_provenance(folder: RunFolder, record: Mapping[str, Any], code: provenance.CodeVersion) -> None:
     if code.diff:
         replace_file(folder.diff_path, code.diff)
-    record = {**provenance.collect(code), "diff": folder.diff_path.name if code.diff else None, **more}
+    else:
+        folder.diff_path.unlink(missing_ok=True)
+    record = {**record, "diff": folder.diff_path.name if code.diff else None}
     replace_file(folder.provenance_path, to_json(record, indent=2) + "\n")
 
 
@@ -366,19 +544,6 @@ def _describe_end(folder: RunFolder, found: Status | None) -> str:
     if found.cause is None or found.cause.startswith(found.state):
         return f"{folder.run_id} was {found.cause or found.state} at step {found.step}"
     return f"{folder.run_id} {found.state} at step {found.step} ({found.cause})"
-
-
-def _check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
-    """A folder's name holds a short hash only, and folders can be copied or edited."""
-    there = _recorded_science(folder)
-    here = from_json(to_json(config.scientific()))
-    if there is None or there == here:
-        return
-    differences = sorted(_differences(there, here))
-    raise RunConflict(
-        f"{folder.path} holds another experiment under the same id",
-        "\n".join(f"    {line}" for line in differences[:10]) + "\n  Move that folder away, or set runs_dir=FOLDER.",
-    )
 
 
 def _recorded_science(folder: RunFolder) -> dict[str, Any] | None:
@@ -469,6 +634,7 @@ def _parse_status(record: Mapping[str, Any]) -> Status | None:
         ("pid", (int, type(None))),
         ("host", (str, type(None))),
         ("restarts", (int,)),
+        ("device", (str, type(None))),
     ):
         if name in known and not isinstance(known[name], kinds):
             del known[name]

@@ -34,12 +34,16 @@ from optimus_cc.records import (
 )
 from optimus_cc.runs import (
     RunBusy,
+    RunCancelled,
     RunConflict,
     RunFailed,
     RunFolder,
     Status,
     claim,
+    claim_queued,
+    queue,
     traffic_per_step,
+    withdraw,
 )
 from tests.configurations import tiny
 
@@ -550,3 +554,116 @@ def test_non_finite_metrics_come_back_as_floats(tmp_path: Path) -> None:
     assert math.isnan(record["loss"])
     assert record["nested"] == {"up": [math.inf, -math.inf]}
     assert "NaN" in folder.metrics_path.read_text()
+
+
+# The queue.
+
+
+def _state(folder: RunFolder) -> Status:
+    status = folder.status()
+    assert status is not None
+    return status
+
+
+def test_queueing_freezes_and_starting_reads(config: RunConfig) -> None:
+    folder = queue(config).folder
+    assert _state(folder).state == "queued"
+    frozen = folder.config_path.read_bytes()
+    assert folder.run_config() == config
+    with claim_queued(folder, folder.run_config()) as run:
+        assert not run.notes
+        assert _state(folder).state == "running"
+        assert _state(folder).started is not None
+        with pytest.raises(RunBusy):
+            queue(config)
+        with pytest.raises(RunBusy):
+            claim_queued(folder, config)
+    assert folder.config_path.read_bytes() == frozen
+
+
+def test_queueing_a_finished_run_does_nothing(config: RunConfig) -> None:
+    folder = _finish(config, loss=1.0)
+    before = folder.status()
+    assert queue(config).finished
+    assert folder.status() == before
+    assert claim_queued(folder, config).finished
+    assert not queue(_forced(config)).finished
+    assert (folder.path / "previous" / "1" / "summary.json").exists()
+    with claim_queued(folder, config) as run:
+        assert run.status.restarts == 0
+    assert not (folder.path / "attempts").exists()
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled", "preempted", "running"])
+@pytest.mark.parametrize("withdrawals", [0, 2])
+def test_an_unfinished_run_goes_on_through_the_queue(state: str, withdrawals: int, config: RunConfig) -> None:
+    """However often it is queued and taken out again: that is no attempt."""
+    with claim(config) as run:
+        run.folder.append_metrics({"kind": "train", "step": 3})
+        (run.folder.logs / "rank_0.log").write_text("first")
+        run.folder.checkpoints.mkdir()
+        run.update(state=state, step=3, cause="reasons", pid=2**22 + 1, device="cpu")
+    folder = run.folder
+    for _ in range(withdrawals):
+        queue(config)
+        assert withdraw(folder, "cancelled", "stopped")
+        assert not withdraw(folder, "cancelled", "stopped again")
+        assert (_state(folder).state, _state(folder).cause) == ("cancelled", "stopped")
+    queue(config)
+    with claim_queued(folder, folder.run_config()) as run:
+        assert (run.status.restarts, run.status.step) == (1, 0)
+        assert run.folder.latest("train") == {"kind": "train", "step": 3}
+        assert run.folder.checkpoints.is_dir()
+    assert [path.name for path in (folder.path / "attempts").iterdir()] == ["1"]
+    assert (folder.path / "attempts" / "1" / "logs" / "rank_0.log").read_text() == "first"
+
+
+def test_a_queued_run_that_was_restarted_before_keeps_its_count(config: RunConfig) -> None:
+    with claim(config) as run:
+        run.update(state="failed", cause="x")
+    queue(config)
+    with claim(config) as run:
+        assert run.status.restarts == 1
+
+
+def test_what_another_process_has_queued_stays(config: RunConfig) -> None:
+    folder = queue(config).folder
+    changed = _changed(config, training=_changed(config.training, timeout_s=5.0))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        folder.write_status(dataclasses.replace(_state(folder), pid=other.pid))
+        before = folder.config_path.read_bytes(), folder.status_path.read_bytes()
+        assert "queued by" in queue(changed).notes[0]
+        assert (folder.config_path.read_bytes(), folder.status_path.read_bytes()) == before
+        other.kill()
+    queue(changed)
+    assert folder.run_config() == changed
+
+
+def test_not_queued_any_more(config: RunConfig) -> None:
+    folder = queue(config).folder
+    withdraw(folder, "cancelled", "not wanted")
+    with pytest.raises(RunCancelled, match="not wanted"):
+        claim_queued(folder, config)
+    folder.write_status(Status("failed", cause="a rank died"))
+    with pytest.raises(RunFailed, match="a rank died"):
+        claim_queued(folder, config)
+    folder.status_path.unlink()
+    with pytest.raises(RunFailed, match="no status"):
+        claim_queued(folder, config)
+
+
+def test_code_that_changed_in_between_is_told_and_recorded(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = queue(config).folder
+    monkeypatch.setattr(provenance, "code_version", lambda: CodeVersion("b" * 40, True, "+1\n"))
+    with claim_queued(folder, config) as run:
+        assert "aaaaaaaaaa; it runs with bbbbbbbbbb with uncommitted changes" in run.notes[0]
+    record = folder.provenance() or {}
+    assert (record["git"]["commit"], record["queued_with"]["commit"]) == ("b" * 40, "a" * 40)
+    assert folder.diff_path.read_text() == "+1\n"
+    assert record["run_id"] == config.run_id
+
+
+def test_science_that_changed_in_between_is_refused(config: RunConfig) -> None:
+    folder = queue(config).folder
+    with pytest.raises(RunConflict, match="seed"):
+        claim_queued(folder, _changed(config, training=_changed(config.training, seed=99)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 # ${times:NUMBER,FACTOR}: an ablation's rank in relation to the model's, at least 1. Hydra needs it to show one, too.
 OmegaConf.register_new_resolver("times", lambda number, factor: max(1, round(number * factor)), replace=True)
+
+SCRATCH = Path(tempfile.gettempdir()) / f"optimus_cc_hydra_{os.getpid()}"
+"""Where Hydra's sweeper writes what nobody asked for, unless ``hydra.sweep.dir`` is set; whoever runs Hydra removes it.
+"""
+OmegaConf.register_new_resolver("scratch", lambda: str(SCRATCH), replace=True)
 
 CONF = Path(__file__).parents[2] / "conf"
 PRIMARY = "config"
@@ -77,6 +84,8 @@ def asks_for_information(arguments: argparse.Namespace) -> bool:
 def compose(arguments: argparse.Namespace) -> list[RunConfig]:
     """The configuration of every run that the command line asks for: one, or those of a sweep.
 
+    None for a sweep of another sweeper than Hydra's own, whose runs aren't known in advance (:func:`compose_jobs`).
+
     Raises:
         ConfigError: with everything wrong with the first run that is wrong.
     """
@@ -90,6 +99,34 @@ def compose(arguments: argparse.Namespace) -> list[RunConfig]:
             said = [override for override in overrides if not override.startswith("hydra.")]
             raise ConfigError(error.problems, " ".join(said) if len(runs) > 1 else "") from None
     return configs
+
+
+def compose_jobs(
+    loader: ConfigLoader, master: DictConfig, batch: Sequence[Sequence[str]]
+) -> list[tuple[DictConfig, RunConfig]]:
+    """A batch of a sweep's jobs, as Hydra composes them and checked; ``master``: the sweep's own configuration.
+
+    Raises:
+        ConfigError: with everything wrong with the first job that is wrong.
+    """
+    composer = _Composer(loader, master.hydra.job.config_name, list(master.hydra.overrides.hydra))
+    jobs = []
+    for overrides in batch:
+        try:
+            try:
+                job = loader.load_sweep_config(master, list(overrides))
+            except MISTAKES as error:
+                raise ConfigError(composer.mistakes(overrides, error)) from None
+            jobs.append((job, composer.checked(job, [*composer.overrides, *overrides])))
+        except ConfigError as error:
+            raise ConfigError(error.problems, " ".join(overrides) if len(batch) > 1 else "") from None
+    return jobs
+
+
+def uses_basic_sweeper(master: DictConfig) -> bool:
+    """Whether the runs of a sweep are known before any of them has run."""
+    name = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+    return bool(master.hydra.sweeper.get("_target_") == name)
 
 
 def explain(arguments: argparse.Namespace, error: Exception) -> ConfigError:
@@ -136,14 +173,30 @@ class _Composer:
         if not multirun and not self._says_multirun():
             return [self.overrides]
         master = self.load(self.overrides, RunMode.MULTIRUN)
-        arguments = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-        arguments += master.hydra.overrides.task
+        arguments, basic = list(master.hydra.overrides.task), uses_basic_sweeper(master)
+        if basic:
+            params = master.hydra.sweeper.get("params") or {}
+            arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]
         try:
             parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(arguments)
+            self._refuse_sweeps_of_launchers(parsed)
+            if not basic:
+                if wrong := [*self._wrong_groups(parsed), *self._wrong_keys(parsed)]:
+                    raise ConfigError(wrong)
+                return []
             (sweep,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        except ConfigError:
+            raise
         except MISTAKES as error:
             raise ConfigError(self.mistakes(arguments, error, multirun=True)) from None
         return [[*master.hydra.overrides.hydra, *run] for run in sweep]
+
+    def _refuse_sweeps_of_launchers(self, overrides: Sequence[Override]) -> None:
+        for override in overrides:
+            if override.key_or_group == "launcher" and override.is_sweep_override():
+                value = str(override.input_line).partition("=")[2]
+                fix = "a command for each launcher"
+                raise ConfigError(Problem("launcher", value, "one launcher for all runs of a sweep", fix))
 
     def _says_multirun(self) -> bool:
         """A configuration may ask for a sweep itself: ``hydra.mode: MULTIRUN``."""
@@ -153,9 +206,16 @@ class _Composer:
         return False
 
     def run(self, overrides: Sequence[str]) -> RunConfig:
+        return self.checked(self.load(overrides), overrides)
+
+    def checked(self, composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
+        """What ``overrides`` were composed to, as a run.
+
+        Raises:
+            ConfigError: with everything that is wrong with it.
+        """
         from optimus_cc.config.run import load  # pydantic takes its time; --help and --cfg need none of it
 
-        composed = self.load(overrides)
         problems = [*self._misplaced(composed, overrides), *self._contradictions(composed)]
         if problems:
             raise ConfigError(problems)

@@ -252,7 +252,11 @@ class RunConfig:
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
         starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
-        if starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1:
+        if self.launcher.dry_run and self.task.name != "train":
+            yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")
+        elif (
+            starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1 and not self.launcher.dry_run
+        ):
             yield Problem(
                 "cluster.num_nodes",
                 self.cluster.num_nodes,

@@ -1,0 +1,77 @@
+"""How Hydra's sweeps reach :mod:`launchers.sweep`. Hydra imports this at every start, so it imports late what is heavy.
+
+This folder is a namespace that all plugins of Hydra share: it has no ``__init__.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, env_override, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+if TYPE_CHECKING:
+    from launchers.sweep import Outcome
+
+
+class OptimusLauncher(Launcher):
+    """Trains the jobs of a sweep in processes of their own; any other task's, one after the other in this process."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Raises:
+        ConfigError: a job of this batch is wrong; nothing of it was started.
+        SystemExit: somebody stopped the sweep, or it was a dry run.
+        """
+        from launchers.sweep import exit_code, run_all
+        from optimus_cc.config.compose import compose_jobs, uses_basic_sweeper
+
+        setup_globals()
+        jobs = compose_jobs(self.hydra_context.config_loader, self.config, job_overrides)
+        for index, (job, _) in enumerate(jobs, start=initial_job_idx):
+            with open_dict(job):
+                job.hydra.job.id = job.hydra.job.num = index
+        configs = [config for _, config in jobs]
+        if any(config.task.name != "train" for config in configs):
+            return [self._returned(job, self.task_function) for job, _ in jobs]
+        with env_override(self.config.hydra.job.env_set):
+            outcomes = run_all(configs)
+        if any(outcome.interrupted for outcome in outcomes):
+            sys.exit(exit_code(outcomes))
+        if any(config.launcher.dry_run for config in configs) and not uses_basic_sweeper(self.config):
+            print("This is the first batch; what comes next depends on its results.")
+            sys.exit(0)
+        return [self._returned(job, partial(_told, outcome)) for (job, _), outcome in zip(jobs, outcomes, strict=True)]
+
+    def _returned(self, job: DictConfig, task: TaskFunction) -> JobReturn:
+        """What Hydra makes of a job: folders, callbacks, and the result for the sweeper."""
+        return run_job(
+            hydra_context=self.hydra_context,
+            task_function=task,
+            config=job,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+
+
+def _told(outcome: Outcome, _: DictConfig) -> float:
+    """Stands in for the task, which has run."""
+    return outcome.value()
+
+
+ConfigStore.instance().store(
+    group="hydra/launcher",
+    name="optimus_cc",
+    node={"_target_": f"{OptimusLauncher.__module__}.{OptimusLauncher.__qualname__}"},
+    provider="optimus_cc",
+)
