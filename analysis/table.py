@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import statistics
@@ -12,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from optimus_cc.runs import NOT_RUNS, RunFolder, traffic_per_step
+from optimus_cc.runs import RunFolder, folders_in, traffic_per_step
 
 FIRST_CLASSES = ("pipeline_backward", "pipeline_forward")
 """Traffic classes that are always shown, first."""
@@ -33,17 +32,11 @@ def collect(runs_dir: Path, filters: Sequence[str] = ()) -> tuple[list[Row], lis
     """
     rows, remarks = [], []
     try:
-        folders = sorted(
-            entry
-            for entry in runs_dir.iterdir()
-            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in NOT_RUNS
-        )
+        folders = folders_in(runs_dir, filters)
     except OSError as error:
         return [], [f"{runs_dir}: {error.strerror}"]
-    for path in folders:
-        if filters and not any(_matches(path.name, pattern) for pattern in filters):
-            continue
-        folder = RunFolder(path)
+    for folder in folders:
+        path = folder.path
         if not folder.exists():
             remarks.append(f"{path}: not a run folder")
             continue
@@ -190,10 +183,6 @@ def _summary_so_far(folder: RunFolder) -> dict[str, Any]:
     if last:
         summary["steps"] = last.get("step")
     return summary
-
-
-def _matches(run_id: str, pattern: str) -> bool:
-    return pattern in run_id or fnmatch.fnmatchcase(run_id, pattern)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ class _Rank:
     def how(self) -> str:
         if self.failure is not None:
             message = " ".join(self.failure.message.split())
-            return f"{self.name} failed with {self.failure.exception}: {_shortened(message, 300)}"
+            return f"{self.name} failed with {self.failure.exception}: {shortened(message, 300)}"
         if self.code < 0:
             hint = " (out of memory, or killed by hand)" if self.code == -signal.SIGKILL else ""
             return f"{self.name} was killed by {_signal_name(-self.code)}{hint}"
@@ -381,7 +381,7 @@ class _Pulse:
 def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
     """The last printed lines of a log, without terminal control and with overlong lines cut."""
     text = _read_from(log, max(0, _size(log) - 64 * 1024))
-    lines = [_printable(line) for line in text.split("\n")]
+    lines = [printable(line) for line in text.split("\n")]
     return [line for line in lines if line.strip()][-count:]
 
 
@@ -401,15 +401,16 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
+    """What a terminal can show of a line that may hold anything."""
     line = line.rstrip("\r").rsplit("\r", 1)[-1]  # what a progress bar showed last
     line = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", line)
-    return _shortened("".join(character for character in line if character.isprintable() or character == "\t"), 300)
+    return shortened("".join(character for character in line if character.isprintable() or character == "\t"), 300)
 
 
 def _stack_of_main_thread(dump: str) -> list[str]:
     """faulthandler writes all threads, the main one last, innermost call first."""
-    lines = [_printable(line) for line in dump.split("\n")]
+    lines = [printable(line) for line in dump.split("\n")]
     starts = [index for index, line in enumerate(lines) if "hread 0x" in line]
     return lines[starts[-1] if starts else 0 :][:LAST_LINES]
 
@@ -422,7 +423,8 @@ def _indented(lines: Sequence[str]) -> str:
     return "\n".join(f"    {line}" for line in lines if line.strip())
 
 
-def _shortened(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
+    """At most so many characters, which end in dots if some are left out."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 

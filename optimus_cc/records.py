@@ -108,30 +108,43 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def last_json_line(path: Path, **wanted: Any) -> dict[str, Any] | None:
-    """The last complete record whose keys have the ``wanted`` values, found from the end of the file."""
-    block = 64 * 1024
+def json_lines_from_end(path: Path, most_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Complete records of a file, last to first, without reading more of it than is asked for.
+
+    Args:
+        most_bytes: about how far from the end they may lie.
+    """
+    block, rest, ended = 64 * 1024, b"", False
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            while True:
-                start = max(0, size - block)
+            size = start = file.seek(0, os.SEEK_END)
+            while start > 0 and size - start < most_bytes:
+                end, start = start, max(0, start - block)
                 file.seek(start)
-                data = file.read(size - start)
-                data = data[: data.rfind(b"\n") + 1]
-                lines = data.splitlines()
-                for line in reversed(lines if start == 0 else lines[1:]):
-                    record = _record(line)
-                    if record is not None and all(record.get(key) == value for key, value in wanted.items()):
-                        return record
-                if start == 0:
-                    return None
-                block *= 4
+                lines = (file.read(end - start) + rest).split(b"\n")
+                if not ended:  # what stands after the last line's end is not complete
+                    lines[-1] = b""
+                    ended = len(lines) > 1
+                rest = lines[0] if start > 0 else b""
+                for line in reversed(lines[1:] if start > 0 else lines):
+                    if (record := _record(line)) is not None:
+                        yield record
+                block *= 2
     except OSError:
-        return None
+        return
+
+
+def last_json_line(path: Path, **wanted: Any) -> dict[str, Any] | None:
+    """The last complete record whose keys have the ``wanted`` values, found from the end of the file."""
+    for record in json_lines_from_end(path):
+        if all(record.get(key) == value for key, value in wanted.items()):
+            return record
+    return None
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
+    if not line:
+        return None
     try:
         value = from_json(line)
     except ValueError:

@@ -18,12 +18,12 @@ Readers never raise because of what a folder holds or lacks.
 
 from __future__ import annotations
 
-import fcntl
+import fnmatch
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
@@ -31,7 +31,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from optimus_cc import checkpoints, provenance
+from optimus_cc import checkpoints, ownership, provenance
+from optimus_cc.ownership import HEARTBEAT_S as HEARTBEAT_S
+from optimus_cc.ownership import STALE_S, Held, Ownership
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import (
     append_json_line,
@@ -48,10 +50,6 @@ if TYPE_CHECKING:
 
 State = Literal["queued", "running", "preempted", "cancelled", "failed", "finished"]
 
-HEARTBEAT_S = 10.0
-"""A running run's status is renewed at least this often."""
-STALE_S = 120.0
-"""A running status older than this has no owner any more."""
 BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
 NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
 """The folders beside the run folders that hold something else."""
@@ -129,7 +127,7 @@ class Status:
             return False
         if self._owner_is_gone:
             return True
-        age = _age_s(self.updated)
+        age = age_s(self.updated)
         return age is None or age > STALE_S
 
     @property
@@ -144,7 +142,7 @@ class Status:
 
     @property
     def _owner_is_gone(self) -> bool:
-        return self.host == socket.gethostname() and self.pid is not None and not _process_exists(self.pid)
+        return self.host == socket.gethostname() and self.pid is not None and not ownership.process_exists(self.pid)
 
 
 class RunFolder:
@@ -174,7 +172,7 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether this looks like a run's folder at all."""
-        return self.config_path.is_file() or self.status_path.is_file()
+        return os.path.isfile(self.config_path) or os.path.isfile(self.status_path)  # without an error if unreadable
 
     def config(self) -> dict[str, Any] | None:
         """The frozen configuration, for :func:`optimus_cc.config.load`."""
@@ -257,10 +255,19 @@ class Claim:
     """A finished run is there and nothing is to be done."""
     notes: tuple[str, ...] = ()
     """What was found and what was done about it, a line each."""
-    _lock: int | None = None
+    _lock: Ownership | None = None
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the status, in the folder too."""
+        """Change fields of the status, in the folder too.
+
+        Raises:
+            RunBusy: this process was silent for so long that another one has taken the run over.
+        """
+        if self._lock is not None:
+            try:
+                self._lock.renew()
+            except Held as held:
+                raise RunBusy(f"{self.folder.run_id} was taken over by {held}: nothing was heard from here") from None
         self.status = self.folder.write_status(replace(self.status, **changes))
 
     def __enter__(self) -> Claim:
@@ -274,7 +281,7 @@ class Claim:
     def release(self) -> None:
         """Let others in."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
 
@@ -329,14 +336,14 @@ def claim_queued(folder: RunFolder, config: RunConfig) -> Claim:
             if status is None or status.state not in ("queued", "finished"):
                 raise _not_queued(folder, status)
             if status.state == "finished":
-                os.close(lock)
+                lock.release()
                 return Claim(folder, status, finished=True, notes=(f"{folder.run_id} is finished already",))
             check_same_experiment(folder, config)
             claimed = Claim(folder, status, notes=_code_has_changed(folder), _lock=lock)
             _begin(claimed)
             return claimed
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
 
@@ -358,7 +365,7 @@ def withdraw(folder: RunFolder, state: Literal["cancelled", "failed"], cause: st
             folder.write_status(replace(status, state=state, cause=cause))
             return True
         finally:
-            os.close(lock)
+            lock.release()
 
 
 def check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
@@ -376,6 +383,25 @@ def check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
         f"{folder.path} holds another experiment under the same id",
         "\n".join(f"    {line}" for line in differences[:10]) + "\n  Move that folder away, or set runs_dir=FOLDER.",
     )
+
+
+def folders_in(runs_dir: Path, patterns: Sequence[str] = ()) -> list[RunFolder]:
+    """What may be run folders in ``runs_dir``, by name; ``exists()`` of each says whether it looks like one.
+
+    Args:
+        patterns: keep those whose id contains one of these, or matches it with ``*`` and ``?``; empty: all.
+
+    Raises:
+        OSError: ``runs_dir`` can't be read.
+    """
+    return [
+        RunFolder(runs_dir / name)
+        for name in sorted(os.listdir(runs_dir))
+        if not name.startswith(".")
+        and name not in NOT_RUNS
+        and (not patterns or any(pattern in name or fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+        and os.path.isdir(os.path.join(runs_dir, name))
+    ]
 
 
 def traffic_per_step(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -415,7 +441,7 @@ def _writing(folder: RunFolder) -> Iterator[None]:
 def _take(
     config: RunConfig,
     code: provenance.CodeVersion,
-    prepare: Callable[[RunFolder, RunConfig, provenance.CodeVersion, int], Claim],
+    prepare: Callable[[RunFolder, RunConfig, provenance.CodeVersion, Ownership], Claim],
 ) -> Claim:
     """What ``prepare`` makes of the configuration's folder under its lock; a claim on a finished run, if there is one.
     ``prepare`` must not close the lock."""
@@ -427,11 +453,11 @@ def _take(
         lock = _lock(folder)
         try:
             if not config.force and (done := _finished(folder, config, code)):
-                os.close(lock)  # it finished while this process waited for nothing
+                lock.release()  # it finished while this process waited for nothing
                 return done
             return prepare(folder, config, code, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
 
@@ -470,13 +496,13 @@ def _code_has_changed(folder: RunFolder) -> tuple[str, ...]:
     return (f"it was queued with code at commit {then.label}; it runs with {code.label}, which may compute otherwise",)
 
 
-def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+def _start(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: Ownership) -> Claim:
     claimed = _freeze(folder, config, code, lock)
     _begin(claimed)
     return claimed
 
 
-def _put_in_queue(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+def _put_in_queue(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: Ownership) -> Claim:
     found = folder.status()
     if found is not None and found.waits_for_another:
         check_same_experiment(folder, config)
@@ -484,18 +510,18 @@ def _put_in_queue(folder: RunFolder, config: RunConfig, code: provenance.CodeVer
     return _freeze(folder, config, code, lock)
 
 
-def _freeze(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: int) -> Claim:
+def _freeze(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, lock: Ownership) -> Claim:
     """Make the folder ready for an attempt: what was there before is set aside, and the attempt is queued."""
     check_same_experiment(folder, config)
     found = folder.status()
     notes: list[str] = []
     restarts = found.restarts if found is not None and found.never_began else 0
     if found is not None and found.state == "finished":
-        place = _set_aside(folder, "previous", keep=(".lock", "previous"))
+        place = _set_aside(folder, "previous", keep=("previous",))
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
     elif found is None or not found.never_began:
         # The records up to its checkpoint are this attempt's too: they stay, and the trainer cuts those after it.
-        stay = (".lock", "attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
+        stay = ("attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
         place = _set_aside(folder, "attempts", keep=stay)
         if place is not None:
             if folder.metrics_path.exists():
@@ -575,7 +601,9 @@ def _differences(there: Any, here: Any, key: str = "") -> Iterator[str]:
 
 def _set_aside(folder: RunFolder, kind: str, keep: Iterable[str]) -> Path | None:
     """Move a folder's content into the next free ``<kind>/<n>/``; the status last, so that a crash changes no state."""
-    entries = [entry for entry in folder.path.iterdir() if entry.name not in keep]
+    entries = [
+        entry for entry in folder.path.iterdir() if entry.name not in keep and not ownership.is_a_mark(entry.name)
+    ]
     if not entries:
         return None
     base = folder.path / kind
@@ -588,37 +616,30 @@ def _set_aside(folder: RunFolder, kind: str, keep: Iterable[str]) -> Path | None
     return place
 
 
-def _lock(folder: RunFolder) -> int:
-    """File descriptor that holds the folder's lock; the kernel lets go when this process ends, however it ends."""
-    path = folder.path / ".lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _lock(folder: RunFolder) -> Ownership:
+    """Take a folder that is there, whatever is in it; the caller lets go of it.
+
+    Raises:
+        RunBusy: another process has it; the message says which.
+    """
+    _refuse_unmarked(folder)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode("utf-8", errors="replace").strip() or "another process"
-            raise RunBusy(f"{folder.run_id} is being run by {holder} already; its folder is {folder.path}") from None
-        except OSError:
-            # No locks on this file system: the status has to tell.
-            if (status := folder.status()) and status.state == "running" and not status.abandoned:
-                raise _busy(folder, status) from None
-        status = folder.status()
-        if status and status.state == "running" and status.host != socket.gethostname() and not status.abandoned:
-            raise _busy(folder, status)  # locks may not reach other hosts
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
+        return ownership.take(folder.path)
+    except Held as held:
+        raise RunBusy(f"{folder.run_id} is being run by {held} already; its folder is {folder.path}") from None
 
 
-def _busy(folder: RunFolder, status: Status) -> RunBusy:
-    return RunBusy(
-        f"{folder.run_id} is being run by {status.owner} already; its folder is {folder.path}",
-        f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
-        f"{STALE_S:.0f} s.",
-    )
+def _refuse_unmarked(folder: RunFolder) -> None:
+    """Where a run was started on another host by code that left no mark of its owner, its status has to tell."""
+    status = folder.status()
+    if status is None or status.state != "running" or status.host == socket.gethostname() or status.abandoned:
+        return
+    if not ownership.has_had(folder.path, status.pid, status.host):
+        raise RunBusy(
+            f"{folder.run_id} is being run by {status.owner} already; its folder is {folder.path}",
+            f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
+            f"{STALE_S:.0f} s.",
+        )
 
 
 def _parse_status(record: Mapping[str, Any]) -> Status | None:
@@ -641,17 +662,8 @@ def _parse_status(record: Mapping[str, Any]) -> Status | None:
     return Status(**known)
 
 
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-def _age_s(moment: str | None) -> float | None:
+def age_s(moment: str | None) -> float | None:
+    """Seconds since ``moment`` (ISO 8601) by this host's clock; None if that isn't a time."""
     try:
         return time.time() - datetime.fromisoformat(moment or "").timestamp()
     except (ValueError, OverflowError, OSError):

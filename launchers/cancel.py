@@ -1,0 +1,129 @@
+"""Ends runs: ``python -m launchers cancel``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from launchers.status import NothingFound, read, select
+from optimus_cc import ownership
+from optimus_cc.runs import RunFailed, RunFolder, withdraw
+
+CAUSE = "cancelled before it began"
+WAIT_S = 30.0
+"""How long ends are waited for; ranks get launcher.stop_grace_s before they are killed."""
+_ATTEMPTS = 5
+
+Result = Literal["done", "asked", "refused"]
+
+
+def cancel(runs_dir: Path, pattern: str, *, save: bool, sleep: Callable[[float], None] = time.sleep) -> int:
+    """End the runs whose ids match: those that run on this host by a signal to their supervisor, queued ones by taking
+    them out of the queue. Of others it says where they can be ended.
+
+    Args:
+        save: at the next step boundary, with a checkpoint; otherwise at once.
+
+    Returns:
+        the exit code: 0 if all of them are ended or, with ``save``, have been asked to end.
+
+    Raises:
+        NothingFound: there is nothing to cancel.
+    """
+    live = [run for run in select(runs_dir, pattern) if run.state in ("queued", "running")]
+    if not live:
+        raise NothingFound(f"nothing to cancel: no run in {runs_dir} that matches {pattern!r} is queued or running")
+    results: list[Result] = []
+    asked = []
+    for run in live:
+        folder = RunFolder(runs_dir / run.run_id)
+        result = _cancel(folder, save, sleep)
+        results.append(result)
+        if result == "asked" and not save:
+            asked.append(folder)
+    deadline = time.monotonic() + WAIT_S
+    for folder in asked:
+        while ownership.holder_here(folder.path) is not None and time.monotonic() < deadline:
+            sleep(0.2)
+        ended = read(folder)
+        if ended.state == "running":
+            print(f"{folder.run_id}  has not ended yet, after {WAIT_S:.0f} s")
+            results.append("refused")
+        else:
+            print(f"{folder.run_id}  is {ended.state}, at step {ended.step}")
+    return 1 if "refused" in results else 0
+
+
+def _cancel(folder: RunFolder, save: bool, sleep: Callable[[float], None]) -> Result:
+    for _ in range(_ATTEMPTS):
+        status = folder.status()
+        if status is None or status.state not in ("queued", "running") or status.abandoned:
+            print(f"{folder.run_id}  has ended by itself")
+            return "done"
+        if status.state == "running" and status.host != socket.gethostname():
+            # Not ours to signal: a number of this host would name another process.
+            signal_name = "TERM" if save else "INT"
+            print(f"{folder.run_id}  runs as {status.owner}; there: kill -{signal_name} {status.pid}")
+            return "refused"
+        if status.state == "running" and status.pid is not None and _signal(folder, status.pid, save):
+            how = "saves at its next step and stops" if save else "ends now"
+            print(f"{folder.run_id}  {how}: signal to process {status.pid}")
+            return "asked"
+        try:
+            if status.state == "queued" and withdraw(folder, "cancelled", CAUSE):
+                print(f"{folder.run_id}  was queued, is cancelled")
+                return "done"
+        except RunFailed as error:
+            print(f"{folder.run_id}  {error}")
+            return "refused"
+        sleep(0.5)  # it is being started, or is ending
+    print(f"{folder.run_id}  is left alone: it can't be told which process on this host is its supervisor")
+    return "refused"
+
+
+def _signal(folder: RunFolder, pid: int, save: bool) -> bool:
+    """Signal the supervisor; False if it isn't certain that the process with this number is the one."""
+    try:
+        process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except OSError:
+        return False
+    try:
+        # The lock is held now by the process of this number. It was there when the descriptor was opened, so whatever
+        # gets its number later is not what is signalled.
+        if ownership.holder_here(folder.path) != pid:
+            return False
+
+        def send(number: signal.Signals) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                if process is not None:
+                    signal.pidfd_send_signal(process, number)
+                else:
+                    os.kill(pid, number)
+
+        if save:
+            send(signal.SIGTERM)
+        elif not _ignores(pid, signal.SIGINT):
+            send(signal.SIGINT)
+        else:  # a background job of a script; the second SIGTERM ends at once, too
+            send(signal.SIGTERM)
+            time.sleep(0.5)
+            send(signal.SIGTERM)
+        return True
+    finally:
+        if process is not None:
+            os.close(process)
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal, where the kernel tells."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(fields["SigIgn"], 16) >> (number - 1) & 1)
+    except (OSError, KeyError, ValueError):
+        return False
