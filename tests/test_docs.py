@@ -219,3 +219,11 @@ def known_keys() -> frozenset[str]:
         elif file.parent.name != "ablation":
             keys |= set(walk({key: value for key, value in content.items() if key != "defaults"}, file.parent.name))
     return frozenset(keys)
+
+
+def test_every_key_of_the_launcher_has_its_default_in_the_page() -> None:
+    config = one().to_mapping()
+    table = rows(page("sweeps.md"))
+    assert set(table) == {f"launcher.{key}" for key in config["launcher"]} - {"launcher.name"}
+    for key, cell in table.items():
+        assert stated(cell, "cb", config) == look_up(config, key), key

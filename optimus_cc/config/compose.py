@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc import tasks
@@ -109,7 +109,7 @@ def compose_jobs(
     Raises:
         ConfigError: with everything wrong with the first job that is wrong.
     """
-    composer = _Composer(loader, master.hydra.job.config_name, list(master.hydra.overrides.hydra))
+    composer = _Composer(loader, master.hydra.job.config_name, _written(master.hydra.overrides.hydra))
     jobs = []
     for overrides in batch:
         try:
@@ -173,10 +173,10 @@ class _Composer:
         if not multirun and not self._says_multirun():
             return [self.overrides]
         master = self.load(self.overrides, RunMode.MULTIRUN)
-        arguments, basic = list(master.hydra.overrides.task), uses_basic_sweeper(master)
+        arguments, basic = _written(master.hydra.overrides.task), uses_basic_sweeper(master)
         if basic:
             params = master.hydra.sweeper.get("params") or {}
-            arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]
+            arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]  # as Hydra does
         try:
             parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(arguments)
             self._refuse_sweeps_of_launchers(parsed)
@@ -189,7 +189,8 @@ class _Composer:
             raise
         except MISTAKES as error:
             raise ConfigError(self.mistakes(arguments, error, multirun=True)) from None
-        return [[*master.hydra.overrides.hydra, *run] for run in sweep]
+        hydra = _written(master.hydra.overrides.hydra)
+        return [[*hydra, *run] for run in sweep]
 
     def _refuse_sweeps_of_launchers(self, overrides: Sequence[Override]) -> None:
         for override in overrides:
@@ -246,7 +247,7 @@ class _Composer:
         name = composed.get("ablation")
         if name not in self._options("ablation") or "technique" not in composed.hydra.runtime.choices:
             return  # a configuration that was composed elsewhere
-        meant = self.load([*composed.hydra.overrides.hydra, f"+ablation={name}"])
+        meant = self.load([*_written(composed.hydra.overrides.hydra), f"+ablation={name}"])
         keys = _laid_down(name)
         groups = ["technique"]
         groups += [choice for choice in meant.hydra.runtime.choices if _is_in(choice.partition("@")[2], keys)]
@@ -370,6 +371,13 @@ def plain(composed: DictConfig) -> dict[str, Any]:
         raise ConfigError(Problem(key, written.get(key, ""), f"a value ({reason})", f"{key}=VALUE")) from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def _written(overrides: ListConfig) -> list[str]:
+    """Overrides as they were given: what they refer to may not be there yet."""
+    written = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(written, list)
+    return [str(override) for override in written]
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

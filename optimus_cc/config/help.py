@@ -18,7 +18,7 @@ GROUPS = {
     "training": "length, batches, precision, validation",
     "cluster": "the machines and their links",
     "benchmark": "what task=benchmark measures",
-    "launcher": "how ranks are started",
+    "launcher": "how ranks are started, and how many runs of a sweep at a time",
     "tracking": "a copy of the metrics elsewhere",
 }
 
@@ -35,6 +35,8 @@ Examples
   python run.py parallel=tp2_pp2_dp2 technique.cb.codec.rank=8
   python run.py -m +ablation=baseline,cb training.seed=1,2,3
                                             a sweep: every combination, one after the other
+  python run.py -m +ablation=baseline,cb launcher.dry_run=true
+                                            what it would start and take; starts nothing
   python run.py data=jsonl data.path=corpus.jsonl.zst data.label=corpus
   python run.py --cfg job model=gpt_mini    show the configuration, with all its keys; start nothing
 

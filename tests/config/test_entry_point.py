@@ -84,6 +84,8 @@ def test_mistakes_in_questions(
     assert key in shown
 
 
+IN_THIS_PROCESS = ("-m", "hydra/launcher=basic")
+"""A sweep through Hydra's own launcher; for ours see test_hydra_launcher.py."""
 started: list[RunConfig] = []
 
 
@@ -130,19 +132,13 @@ def test_the_task_gets_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_sweep_runs_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert main(monkeypatch, "-m", "+ablation=baseline,cb", "training.seed=7,8") == 0
+    assert main(monkeypatch, *IN_THIS_PROCESS, "+ablation=baseline,cb", "training.seed=7,8") == 0
     assert [(config.ablation, config.training.seed) for config in started] == [
         ("baseline", 7),
         ("baseline", 8),
         ("cb", 7),
         ("cb", 8),
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
-def test_nothing_of_a_wrong_sweep_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert main(monkeypatch, "-m", "training.seed=7,-1") == 2
-    assert started == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,13 +150,13 @@ def test_a_failed_run_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_failed_run_does_not_stop_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(monkeypatch, "-m", "training.seed=1,7") == 1
+    assert main(monkeypatch, *IN_THIS_PROCESS, "training.seed=1,7") == 1
     assert [config.training.seed for config in started] == [1, 7]
 
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_cancelled_run_stops_a_sweep(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    assert main(monkeypatch, "-m", f"training.seed={seed},7") == 130
+    assert main(monkeypatch, *IN_THIS_PROCESS, f"training.seed={seed},7") == 130
     assert [config.training.seed for config in started] == [seed]
 
 

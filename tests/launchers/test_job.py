@@ -34,8 +34,7 @@ def test_what_was_frozen_is_run_whatever_becomes_of_the_options(
     submitted.mkdir()
     monkeypatch.chdir(submitted)
     config = one(f"--config-dir {tmp_path / 'conf'} training=mine training.device=cpu runs_dir=runs")
-    queue(config)
-    folder = folder_of(config)
+    folder = queue(config).folder
     frozen = folder.config_path.read_bytes()
     option.write_text(yaml.safe_dump({**default, "steps": 99, "seed": 2}))
     checks = """

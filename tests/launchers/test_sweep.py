@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from launchers import sweep
+from launchers.plan import plan
 from launchers.sweep import NEVER_BEGAN, Outcome, exit_code, run_all
 from optimus_cc.config import ConfigError
 from optimus_cc.runs import RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted, queue, withdraw
@@ -264,12 +265,12 @@ def test_exit_codes(runs_dir: Path) -> None:
     queue(configuration(runs_dir))
 
     def code(*errors: RunFailed | None) -> int:
-        (planned,) = sweep.plan([configuration(runs_dir)])
+        (planned,) = plan([configuration(runs_dir)])
         return exit_code([Outcome(planned, error) for error in errors])
 
     assert code() == code(None) == 0
     assert code(None, RunFailed("x")) == code(RunBusy("x")) == 1
     assert code(RunFailed("x"), RunPreempted("x")) == 75
     assert code(RunPreempted("x"), RunCancelled("x"), RunFailed("x")) == 130
-    (planned,) = sweep.plan([configuration(runs_dir)])
+    (planned,) = plan([configuration(runs_dir)])
     assert math.isnan(Outcome(planned).value())
