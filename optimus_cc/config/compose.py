@@ -19,6 +19,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
@@ -179,7 +180,7 @@ class _Composer:
             arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]  # as Hydra does
         try:
             parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(arguments)
-            self._refuse_sweeps_of_launchers(parsed)
+            self._refuse_sweeps_of_groups(parsed)
             if not basic:
                 if wrong := [*self._wrong_groups(parsed), *self._wrong_keys(parsed)]:
                     raise ConfigError(wrong)
@@ -192,12 +193,15 @@ class _Composer:
         hydra = _written(master.hydra.overrides.hydra)
         return [[*hydra, *run] for run in sweep]
 
-    def _refuse_sweeps_of_launchers(self, overrides: Sequence[Override]) -> None:
+    def _refuse_sweeps_of_groups(self, overrides: Sequence[Override]) -> None:
+        """Launchers and recipes say what the sweep is, so they are no part of one."""
         for override in overrides:
-            if override.key_or_group == "launcher" and override.is_sweep_override():
+            group = override.key_or_group
+            if group in ("launcher", "experiment") and override.is_sweep_override():
                 value = str(override.input_line).partition("=")[2]
-                fix = "a command for each launcher"
-                raise ConfigError(Problem("launcher", value, "one launcher for all runs of a sweep", fix))
+                raise ConfigError(
+                    Problem(group, value, f"one {group} for all runs of a sweep", f"a command for each {group}")
+                )
 
     def _says_multirun(self) -> bool:
         """A configuration may ask for a sweep itself: ``hydra.mode: MULTIRUN``."""
@@ -267,7 +271,11 @@ class _Composer:
     def _options(self, group: str) -> list[str]:
         group = group.partition("@")[0]
         if group not in self.options:
-            self.options[group] = self.loader.get_group_options(group)
+            inner = self.loader.get_group_options(group, ObjectType.GROUP) if group == "experiment" else []
+            self.options[group] = [
+                *self.loader.get_group_options(group),
+                *(f"{name}/{option}" for name in inner for option in self._options(f"{group}/{name}")),
+            ]
         return self.options[group]
 
     def mistakes(self, overrides: Sequence[str], error: Exception, multirun: bool = False) -> list[Problem]:

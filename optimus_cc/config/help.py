@@ -12,6 +12,7 @@ GROUPS = {
     "technique": "what is done to the traffic",
     "codec": "how a tensor is compressed, wherever that is done: codec@technique.cb.codec=OPTION",
     "ablation": "one difference laid on top, technique included: +ablation=OPTION, with a plus",
+    "experiment": "a table or figure of the paper: the sweep that it is made of",
     "data": "the corpus",
     "tokenizer": "text to tokens",
     "optimizer": "optimizer and learning-rate schedule",
@@ -35,8 +36,10 @@ Examples
   python run.py parallel=tp2_pp2_dp2 technique.cb.codec.rank=8
   python run.py -m +ablation=baseline,cb training.seed=1,2,3
                                             a sweep: every combination, one after the other
-  python run.py -m +ablation=baseline,cb launcher.dry_run=true
-                                            what it would start and take; starts nothing
+  python run.py experiment=laptop/table_pretraining launcher.dry_run=true
+                                            a table of the paper, small: what it would take
+  python run.py +ablation=cb,baseline launcher=slurm
+                                            the same kind of sweep as jobs of SLURM
   python run.py data=jsonl data.path=corpus.jsonl.zst data.label=corpus
   python run.py --cfg job model=gpt_mini    show the configuration, with all its keys; start nothing
 
@@ -52,7 +55,8 @@ def help_text(folders: list[Path]) -> str:
     """The help, with the options that the configuration folders hold."""
     lines = []
     for group, meaning in GROUPS.items():
-        options = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+        files = [(file, folder / group) for folder in folders for file in (folder / group).rglob("*.yaml")]
+        options = sorted({str(file.relative_to(folder).with_suffix("")) for file, folder in files})
         lines.append(f"  {group:<11}{meaning}")
         lines += textwrap.wrap(", ".join(options), 100, initial_indent=" " * 15, subsequent_indent=" " * 15)
     return _TEMPLATE.format(groups="\n".join(lines))
