@@ -75,7 +75,8 @@ def device_kind(config: RunConfig) -> str:
     """``cpu`` or ``cuda``; what has several nodes is not for this machine, whatever this one has."""
     if config.training.device != "auto":
         return config.training.device
-    return "cuda" if config.cluster.num_nodes > 1 else choose_device(config)[0]
+    elsewhere = config.cluster.num_nodes > 1 or config.launcher.name != "local"
+    return "cuda" if elsewhere else choose_device(config)[0]
 
 
 def dry_run(configs: Sequence[RunConfig]) -> str:
@@ -222,10 +223,12 @@ def _notices(told: Sequence[Forecast]) -> Iterator[str]:
     running = [one.planned.config for one in told if one.planned.runs]
     lines: dict[str, None] = {}
     for config in running:
-        if config.cluster.num_nodes > 1:
+        if config.launcher.name != "local":
+            pass  # this machine has nothing to do with it
+        elif config.cluster.num_nodes > 1:
             lines[
                 f"cluster={config.cluster.name} has {config.cluster.num_nodes} nodes: launcher=local starts ranks on "
-                "this machine only, so a real run needs a SLURM launcher"
+                "this machine only, so a real run needs launcher=slurm"
             ] = None
         else:
             try:
