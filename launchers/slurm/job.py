@@ -56,8 +56,6 @@ class ThisJob:
 
     id: str
     """``12_3``."""
-    number: str
-    """Its own number, which its id isn't in an array."""
     index: int
     starts: int
     """How often SLURM has started it before."""
@@ -65,16 +63,14 @@ class ThisJob:
     @classmethod
     def of_environment(cls) -> ThisJob:
         env = os.environ
-        number = env["SLURM_JOB_ID"]
-        index = int(env.get("SLURM_ARRAY_TASK_ID", "0"))
-        name = f"{env['SLURM_ARRAY_JOB_ID']}_{index}" if "SLURM_ARRAY_JOB_ID" in env else number
-        return cls(name, number, index, int(env.get("SLURM_RESTART_COUNT", "0")))
+        index = int(env["SLURM_ARRAY_TASK_ID"])
+        return cls(f"{env['SLURM_ARRAY_JOB_ID']}_{index}", index, int(env.get("SLURM_RESTART_COUNT", "0")))
 
     def fate(self) -> str:
         """What SLURM means to do with this job, which was asked to end: ``cancelled``, ``requeued`` (SLURM puts it back
         into the queue itself) or ``ends``."""
         try:
-            told = commands.show(self.number)
+            told = commands.show(self.id)
         except SlurmError:
             return "ends"
         if int(told.get("Restarts", "0")) > self.starts:
@@ -117,7 +113,7 @@ def run(folder: RunFolder, this: ThisJob, stop: Stop) -> int:
 
     def begun() -> None:
         with contextlib.suppress(OSError):
-            record.write(folder, replace(mine, pid=os.getpid(), host=socket.gethostname()))
+            record.write(folder, replace(record.read(folder) or mine, pid=os.getpid(), host=socket.gethostname()))
 
     start, ranks_here = partial(run_ranks, this), Resources.of(config).ranks_per_node
     code = job.run(folder, partial(local.train, start=start, ranks_here=ranks_here, stop=stop), begun)
@@ -171,12 +167,12 @@ def _go_on_later(folder: RunFolder, config: RunConfig, this: ThisJob) -> int:
     if fate == "requeued":
         return RunPreempted.exit_code
     try:
-        commands.requeue(this.number)
+        commands.requeue(this.id)
     except SlurmError as error:
         print(f"SLURM does not requeue the job ({error}); it is submitted once more", flush=True)
         script = Path(mine.runs).with_suffix(".sh")
         try:
-            again = commands.sbatch(script, f"--array={mine.index}", f"--dependency=afterany:{this.number}")
+            again = commands.sbatch(script, f"--array={mine.index}", f"--dependency=afterany:{this.id}")
         except SlurmError as refused:
             withdraw(folder, "failed", f"SLURM takes it back neither by requeue nor by sbatch: {refused}")
             return 1

@@ -48,7 +48,8 @@ class Resources:
     def __str__(self) -> str:
         gpus = f", {self.ranks_per_node} GPUs" if self.gpus else ""
         each = "" if self.nodes == 1 else " each"
-        return f"{self.nodes} node{'s' * (self.nodes != 1)}, {self.ranks_per_node} ranks{gpus}{each}"
+        ranks = f"{self.ranks_per_node} rank{'s' * (self.ranks_per_node != 1)}"
+        return f"{self.nodes} node{'s' * (self.nodes != 1)}, {ranks}{gpus}{each}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Array:
 
 
 def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
-    """Submit all of ``configs``, but those that are finished or in SLURM's queue already, and follow them to their ends.
+    """Submit all of ``configs`` but those that are finished or in SLURM's queue already, and follow them to the end.
 
     Jobs don't need this process: Ctrl-C, or its death, ends no run.
 

@@ -130,7 +130,11 @@ class Cluster:
         self._write(self._hosts, f"127.0.0.1 localhost {socket.gethostname()} {names}\n")
         dbd_port, control_port = next(ports), next(ports)
         text = _SLURM_CONF.format(
-            host=socket.gethostname(), folder=self.folder, port=control_port, max_array_size=MAX_ARRAY_SIZE
+            host=socket.gethostname(),
+            folder=self.folder,
+            port=control_port,
+            max_array_size=MAX_ARRAY_SIZE,
+            min_job_age_s=5 if accounting else 600,  # the database remembers
         )
         if accounting:
             text += _ACCOUNTING_CONF.format(port=dbd_port, folder=self.folder)
@@ -164,7 +168,9 @@ class Cluster:
     def _start_accounting(self) -> None:
         data, mysql = self.folder / "mysql", f"{self.folder}/mysql.socket"
         made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root", "--skip-test-db"]
-        subprocess.run([*made, "--auth-root-authentication-method=socket"], capture_output=True, check=True, timeout=120)
+        subprocess.run(
+            [*made, "--auth-root-authentication-method=socket"], capture_output=True, check=True, timeout=120
+        )
         options = [f"--datadir={data}", f"--socket={mysql}", "--skip-networking", "--user=root"]
         options += [f"--pid-file={self.folder}/pid/mysql", "--innodb-buffer-pool-size=64M"]
         self._start("mariadbd", ["mariadbd", "--no-defaults", *options])
@@ -204,7 +210,7 @@ class Cluster:
         shutil.rmtree(self.folder)
 
     def _processes(self) -> list[int]:
-        """What runs in the nodes, which share a mount that nothing else has; and the daemons, by their command lines."""
+        """What runs in the nodes, which share a mount that nothing else has, and the daemons."""
         daemons = {int(path.read_text()) for path in (self.folder / "pid").glob("*.daemon")}
         found = [pid for pid in daemons if str(self.folder) in _read(f"/proc/{pid}/environ")]
         return [*found, *(pid for pid in _pids() if self._hosts in _read(f"/proc/{pid}/mountinfo"))]
@@ -330,7 +336,7 @@ KillWait=5
 OverTimeLimit=0
 ReturnToService=2
 JobRequeue=1
-MinJobAge=600
+MinJobAge={min_job_age_s}
 MaxArraySize={max_array_size}
 MailProg=/bin/true
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE MaxTime=60 DefaultTime=10
