@@ -81,7 +81,8 @@ def _cancel_jobs(folders: Sequence[RunFolder], save: bool) -> dict[Path, Result]
             job = jobs.get(ids.get(folder.path, ""))
             if job is None or not job.live:
                 continue
-            record.write(folder, replace(found[folder.path], stop=True))  # it does not go on elsewhere
+            # It does not go on elsewhere; and a job that runs looks at this, and saves.
+            record.write(folder, replace(found[folder.path], stop=True))
             waits = job.state == "PENDING"
             results[folder.path] = "done" if waits else "asked"
             (waiting if waits else running).append(folder)
@@ -89,8 +90,6 @@ def _cancel_jobs(folders: Sequence[RunFolder], save: bool) -> dict[Path, Result]
             print(f"{folder.run_id}  {how}: job {ids[folder.path]} of SLURM")
         ended = waiting if save else [*waiting, *running]
         commands.cancel([ids[folder.path] for folder in ended])
-        if save:
-            commands.signal([ids[folder.path] for folder in running], "USR2")
     except commands.SlurmError as error:
         print(f"SLURM can't be asked: {error}")
         return dict.fromkeys(ids, "refused") if ids else {}

@@ -168,16 +168,6 @@ def cancel(ids: Sequence[str]) -> None:
         _run(["scancel", "--quiet", *ids])
 
 
-def signal(ids: Sequence[str], name: str) -> None:
-    """Signal what jobs run on their first nodes.
-
-    Raises:
-        SlurmError: SLURM doesn't answer.
-    """
-    if ids:
-        _run(["scancel", "--quiet", "--batch", f"--signal={name}", *ids])
-
-
 def _run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -44,6 +44,8 @@ from optimus_cc.runs import (
 
 SCANCEL = "scancel"
 _POLL_S = 0.2
+_LOOK_S = 2.0
+"""How often a job looks whether somebody wants it to stop."""
 _SRUN_ENDS_S = 60.0
 """How long srun may take to give up, beyond the ranks' grace, after a node has told of a failure."""
 _LATE_FILE_S = 30.0
@@ -232,8 +234,13 @@ def _watch(
 ) -> None:
     """Until srun has ended, or should have."""
     asked = False
+    looked_at = time.monotonic()
     failed_at: float | None = None
     while popen.poll() is None:
+        if time.monotonic() - looked_at > _LOOK_S:
+            looked_at = time.monotonic()
+            if (mine := record.read(folder)) is not None and mine.stop:
+                stop.request("cancel --save")
         if stop.requested and not asked and all(_state(folder, node) for node in range(nodes)):  # they listen
             asked = True
             if this.fate() == "cancelled":

@@ -51,7 +51,7 @@ def array_script(resources: Resources, part: Part, runs: Path, place: Place, nam
         "array": f"0-{part.size - 1}" + (f"%{part.throttle}" if part.throttle else ""),
         "output": str(runs.with_suffix("")) + "_%a.out",
         "signal": f"B:USR2@{launcher.warning_s}",
-        "requeue": True,
+        **({} if "--no-requeue" in launcher.sbatch else {"requeue": True}),
         **_flags(launcher.sbatch),
     }
     command = f"exec {shlex.quote(place.python)} -m launchers.slurm.job {shlex.quote(str(runs))}"

@@ -64,7 +64,9 @@ class Sweeps:
         told = json.dumps(fake)
         setup = (f"export FAKE='{told}'", f"export PYTHONPATH={FAKES}")
         slurm = SlurmConfig(**{"setup": setup, "stop_grace_s": 1.0, "time_limit_h": 0.1, **launcher})
-        this: Any = tiny({"data_parallel_size": ranks}, steps=fake["steps"], device="cpu", seed=seed, num_microbatches=1)
+        this: Any = tiny(
+            {"data_parallel_size": ranks}, steps=fake["steps"], device="cpu", seed=seed, num_microbatches=1
+        )
         cluster: Any = this.cluster
         spread = dataclasses.replace(cluster, num_nodes=clusters.NODES, ranks_per_node=1)
         made: RunConfig = dataclasses.replace(this, launcher=slurm, cluster=spread, runs_dir=str(self.runs_dir))
