@@ -126,7 +126,7 @@ def jobs(ids: Iterable[str]) -> dict[str, Job]:
 
 def _accounted(wanted: set[str]) -> dict[str, Job]:
     arrays = ",".join(sorted({one.partition("_")[0] for one in wanted}))
-    command = ["sacct", "--noheader", "--allocations", "--array", "--parsable2", f"--jobs={arrays}"]
+    command = ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={arrays}"]
     try:
         text = _run([*command, "--format=JobID,State,NodeList"])
     except SlurmError:  # no accounting on this cluster

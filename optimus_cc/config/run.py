@@ -254,6 +254,9 @@ class RunConfig:
         starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":
             yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")
+        elif starts_ranks and self.launcher.name != "local" and self.task.name != "train":
+            fix = "launcher=local, on a node of the cluster"
+            yield Problem("task.name", self.task.name, "task=train with launcher=slurm", fix)
         elif (
             starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1 and not self.launcher.dry_run
         ):
