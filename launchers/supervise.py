@@ -270,8 +270,11 @@ class _Supervisor:
         return rank.ended is not None and rank.code not in (0, EXIT_PREEMPTED) and not self._ended_by_request(rank)
 
     def _ended_by_request(self, rank: _Rank) -> bool:
-        """Our SIGTERM ended it before it had a handler."""
-        return self.asked_to_stop and rank.ended is not None and rank.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        """Our SIGTERM, or what a scheduler sends to ranks, too, ended it before it had a handler."""
+        asked = self.asked_to_stop or self.stop.requested
+        numbers = (signal.SIGTERM, signal.SIGUSR2)
+        codes = [code for number in numbers for code in (-number, 128 + number)]
+        return asked and rank.ended is not None and rank.code in codes
 
     def _poll(self) -> None:
         for rank in self.ranks:

@@ -271,10 +271,12 @@ def _judge(popen: subprocess.Popen[bytes], nodes: int, folder: RunFolder, stop: 
             break
         time.sleep(0.5)
     by = f" by {stop.reason}" if stop.reason else ""
+    hosts = [verdict.host if verdict else f"node {node}" for node, verdict in enumerate(verdicts) if node in silent]
+    if silent and failed:  # the others have lost contact with it
+        raise RunPreempted(f"preempted by the loss of {' and '.join(hosts)}")
     if stop.requested and (silent or any(verdict and verdict.state == "preempted" for verdict in verdicts)):
         raise RunPreempted(f"preempted{by}")
     if silent and any(verdicts):
-        hosts = [verdict.host if verdict else f"node {node}" for node, verdict in enumerate(verdicts) if node in silent]
         raise RunPreempted(f"preempted by the loss of {' and '.join(hosts)}")
     if silent:
         said = "\n".join(f"    {line}" for line in last_lines(log))

@@ -20,7 +20,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_the_truth_is_in_the_accounts(sweeps: Sweeps, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    configs = [sweeps.config(1), sweeps.config(2, {"fail_at": 1}), sweeps.config(3, {"steps": 600, "step_s": 0.1})]
+    configs = [sweeps.config(1), sweeps.config(2, {"failing_rank": 1}), sweeps.config(3, {"steps": 600, "step_s": 0.1})]
     follower = sweeps.start(*configs)
     folders = [sweeps.folder(config) for config in configs]
     jobs = [until(lambda folder=folder: job_of(folder), "it is submitted") for folder in folders]

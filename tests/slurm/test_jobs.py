@@ -82,7 +82,7 @@ def test_ranks_on_two_nodes(sweeps: Sweeps, cluster: Cluster) -> None:
 
 
 def test_a_task_that_raises(sweeps: Sweeps, cluster: Cluster) -> None:
-    config = sweeps.config(1, {"fail_at": 2})
+    config = sweeps.config(1, {"failing_rank": 1})
     (outcome,) = start.run_all([config])
     folder = sweeps.folder(config)
     assert outcome.state == state(folder) == "failed"

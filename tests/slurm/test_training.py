@@ -19,7 +19,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, until
 from tests.training.resuming import without_timings
 
-STEPS, KEPT_EVERY = 90, 10
+STEPS, KEPT_EVERY = 110, 10
 SLOW = Path(__file__).with_name("slow")
 WORDS = ["stage", "gradient", "sends", "receives", "rank", "small", "large", "tensor", "over", "link"]
 
@@ -63,11 +63,13 @@ def reached(folder: RunFolder, attempt: int, step: int) -> bool:
 def test_a_run_outlives_a_node_and_a_time_limit(
     cluster: Cluster, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node dies in mid-run; what is left of the job is put back into the queue, goes on, meets its time limit, goes on
-    once more, and has computed what an uninterrupted run does, to the bit."""
+    """A node dies in mid-run; the job is put back into the queue, goes on, meets its time limit, goes on once more, and
+    has computed what an uninterrupted run does, to the bit."""
     env = {**os.environ, "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1"}
-    setup = f'launcher.setup=["export SLOW=0.5","export PYTHONPATH={SLOW}"]'
-    spread = ("cluster.num_nodes=2", "cluster.ranks_per_node=2", "launcher.save_before_end_s=15")
+    slow = place / "slow"
+    slow.write_text("0.6")
+    setup = f'launcher.setup=["export SLOW=$(cat {slow})","export PYTHONPATH={SLOW}"]'
+    spread = ("cluster.num_nodes=2", "cluster.ranks_per_node=2", "launcher.save_before_end_s=5")
     told, began = (place / "told").open("w"), time.monotonic()
     events = []
 
@@ -83,7 +85,7 @@ def test_a_run_outlives_a_node_and_a_time_limit(
     )
     try:
         folder = only_run(place / "runs")
-        until(lambda: reached(folder, 0, 2 * KEPT_EVERY + 3) or popen.poll() is not None, "it trains")
+        until(lambda: reached(folder, 0, KEPT_EVERY + 3) or popen.poll() is not None, "it trains")
         found = record.read(folder)
         assert found is not None
         assert found.id is not None
@@ -94,10 +96,11 @@ def test_a_run_outlives_a_node_and_a_time_limit(
         happened("the run is put back into the queue")
         cluster.run("scontrol", "update", f"JobId={found.id}", "TimeLimit=1")
         cluster.start_node(nodes[1])
-        until(lambda: reached(folder, 1, 1), "it goes on")
-        happened(f"it goes on, at step {getattr(folder.status(), 'step', None)}")
+        until(lambda: getattr(folder.status(), "state", "") == "running", "it goes on")
+        happened("it goes on")
         until(lambda: getattr(folder.status(), "restarts", 0) == 2, "its time is over")
-        happened("its time is over: it is put back into the queue")
+        happened("its time is over, and it is put back into the queue once more")
+        slow.write_text("0")
         assert popen.wait() == 0, (place / "told").read_text()
         happened("finished")
     finally:
@@ -109,10 +112,11 @@ def test_a_run_outlives_a_node_and_a_time_limit(
     assert lost is not None
     assert timed_out is not None
     assert lost.state == timed_out.state == "preempted"
-    assert lost.cause == f"preempted by the loss of {nodes[1]}" or lost.cause == "preempted by SIGTERM"
+    assert lost.cause == f"preempted by the loss of {nodes[1]}"
     assert timed_out.cause == "preempted by SIGUSR2"
-    (resumed_at,) = [one["step"] for one in folder.metrics("resume")][-1:]
-    assert resumed_at == timed_out.step
+    resumed = [one["step"] for one in folder.metrics("resume")]
+    assert resumed[0] == KEPT_EVERY
+    assert resumed[-1] >= timed_out.step
     local = subprocess.run(command(place, "uninterrupted"), cwd=place, env=env, capture_output=True, text=True)
     assert local.returncode == 0, local.stdout + local.stderr
     (uninterrupted,) = (place / "uninterrupted").glob("gpt*")

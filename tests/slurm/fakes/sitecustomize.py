@@ -1,7 +1,7 @@
 """In jobs that have this folder in their PYTHONPATH: ranks that train nothing, in place of the real ones.
 
-What they do is told by the variable FAKE: ``steps``, ``step_s``, and ``fail_at``, a step at which rank 1 raises. Each
-step they save; asked to end they end at the same step, as the trainer does.
+What they do is told by the variable FAKE: ``steps``, ``step_s``, and ``failing_rank``, which raises. Each step they
+save; asked to end they end at the same step, as the trainer does.
 """
 
 import os
@@ -38,11 +38,11 @@ if "optimus_cc.training" in sys.orig_argv:
         world = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OPTIMUS_CC_RENDEZVOUS")}
         print(json.dumps({**world, "host": os.uname().nodename, "pid": os.getpid()}), flush=True)
         step = int(saved.read_text()) if saved.exists() else 0
+        if report.rank == fake.get("failing_rank"):
+            raise RuntimeError("this was to be expected")
         while step < fake["steps"]:
             step += 1
             report.beat()
-            if report.rank == 1 and fake.get("fail_at") == step:
-                raise RuntimeError("this was to be expected")
             time.sleep(fake["step_s"])
             if report.rank == 0:
                 folder.append_metrics({"kind": "train", "step": step, "loss": 1 / step})
