@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from launchers import sweep
-from launchers.sweep import Outcome
-from optimus_cc.config import RunConfig
+
+if TYPE_CHECKING:
+    from launchers.sweep import Outcome
+    from optimus_cc.config import RunConfig
 
 
 def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:

@@ -270,12 +270,12 @@ def _judge(popen: subprocess.Popen[bytes], nodes: int, folder: RunFolder, stop: 
         if not silent or stop.requested or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    by = f" by {stop.reason}" if stop.reason else ""
     hosts = [verdict.host if verdict else f"node {node}" for node, verdict in enumerate(verdicts) if node in silent]
     if silent and failed:  # the others have lost contact with it
         raise RunPreempted(f"preempted by the loss of {' and '.join(hosts)}")
-    if stop.requested and (silent or any(verdict and verdict.state == "preempted" for verdict in verdicts)):
-        raise RunPreempted(f"preempted{by}")
+    preempted = [verdict.cause for verdict in verdicts if verdict is not None and verdict.state == "preempted"]
+    if stop.requested and (silent or preempted):
+        raise RunPreempted(f"preempted by {stop.reason}")
     if silent and any(verdicts):
         raise RunPreempted(f"preempted by the loss of {' and '.join(hosts)}")
     if silent:
@@ -283,8 +283,8 @@ def _judge(popen: subprocess.Popen[bytes], nodes: int, folder: RunFolder, stop: 
         raise RunFailed(f"srun started no ranks: it exited with code {popen.returncode}", f"  {log}:\n{said}")
     if failed:
         raise _failure(min(failed, key=lambda verdict: verdict.time))
-    if any(verdict is not None and verdict.state == "preempted" for verdict in verdicts):
-        raise RunPreempted(f"preempted{by}")
+    if preempted:
+        raise RunPreempted(preempted[0])
 
 
 def _failure(verdict: Verdict) -> RunFailed:

@@ -225,7 +225,8 @@ def engine(
 def test_stopping_a_sweep(number: signal.Signals, state: str, code: int, runs_dir: Path, tmp_path: Path) -> None:
     environment = marked_environment()
     parallel = 2 if number == signal.SIGINT else 1
-    process = engine(runs_dir, tmp_path / "a", environment, parallel=parallel, seeds="(1, 2, 3)")
+    seeds = range(parallel + 1)
+    process = engine(runs_dir, tmp_path / "a", environment, parallel=parallel, seeds=str(seeds))
     try:
         eventually(lambda: len(started(runs_dir)) == parallel, "the first ones run")
         process.send_signal(number)
@@ -234,16 +235,16 @@ def test_stopping_a_sweep(number: signal.Signals, state: str, code: int, runs_di
         process.kill()
     assert process.returncode == code, output
     assert_none_left(environment["TEST_MARK"])
-    configs = [configuration(runs_dir, seed) for seed in (1, 2, 3)]
+    configs = [configuration(runs_dir, seed) for seed in seeds]
     assert [state_of(config)[0] for config in configs[:parallel]] == [state] * parallel
     if number != signal.SIGKILL:
         assert all(state_of(config) == ("cancelled", NEVER_BEGAN, 0) for config in configs[parallel:])
-        assert f"not begun  {configs[2].run_id}" in output
+        assert f"not begun  {configs[-1].run_id}" in output
         assert "The same command goes on where it was." in output
 
     outcomes = run_all(configs, job_command=command_of(tmp_path))
     assert exit_code(outcomes) == 0
-    assert [state_of(config)[2] for config in configs] == [1] * parallel + [0] * (3 - parallel)
+    assert [state_of(config)[2] for config in configs] == [1] * parallel + [0]
 
 
 def test_two_submissions_at_once(runs_dir: Path, tmp_path: Path) -> None:

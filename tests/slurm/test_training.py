@@ -101,6 +101,7 @@ def test_a_run_outlives_a_node_and_a_time_limit(
         until(lambda: getattr(folder.status(), "restarts", 0) == 2, "its time is over")
         happened("its time is over, and it is put back into the queue once more")
         slow.write_text("0")
+        cluster.run("scontrol", "update", f"JobId={found.id}", "TimeLimit=20")
         assert popen.wait() == 0, (place / "told").read_text()
         happened("finished")
     finally:
