@@ -20,6 +20,8 @@ CAUSE = "cancelled before it began"
 WAIT_S = 30.0
 """How long ends are waited for; ranks get launcher.stop_grace_s before they are killed."""
 _ATTEMPTS = 5
+_BETWEEN_S = 0.1
+"""So that two signals of one number are not taken for one."""
 
 Result = Literal["done", "asked", "refused"]
 
@@ -147,12 +149,14 @@ def _signal(folder: RunFolder, pid: int, save: bool) -> bool:
 
         if save:
             send(signal.SIGTERM)
-        elif not _ignores(pid, signal.SIGINT):
-            send(signal.SIGINT)
-        else:  # a background job of a script; the second SIGTERM ends at once, too
-            send(signal.SIGTERM)
-            time.sleep(0.5)
-            send(signal.SIGTERM)
+            return True
+        for number in (signal.SIGINT, signal.SIGHUP):  # a script's background job ignores the one, nohup the other
+            if not _ignores(pid, number):
+                send(number)
+                return True
+        send(signal.SIGTERM)
+        time.sleep(_BETWEEN_S)
+        send(signal.SIGTERM)  # the second one is at once, too
         return True
     finally:
         if process is not None:

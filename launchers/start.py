@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from launchers import sweep
-
 if TYPE_CHECKING:
     from launchers.sweep import Outcome
     from optimus_cc.config import RunConfig
@@ -29,6 +27,8 @@ def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
 
             run = submit.run_all
         else:
+            from launchers import sweep
+
             run = sweep.run_all
         outcomes |= zip(mine, run([configs[index] for index in mine]), strict=True)
     return [outcomes[index] for index in range(len(configs))]

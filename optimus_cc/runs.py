@@ -13,6 +13,7 @@
 - ``checkpoints/``, ``evaluation/``
 - ``attempts/N/``      logs and metrics of attempts that did not finish
 - ``previous/N/``      finished results that ``force=true`` set aside
+- ``.lock``, ``.owner_N``  whose it is: see :mod:`optimus_cc.ownership`
 
 Readers never raise because of what a folder holds or lacks.
 """
@@ -629,7 +630,11 @@ def _lock(folder: RunFolder) -> Ownership:
     try:
         return ownership.take(folder.path)
     except Held as held:
-        raise RunBusy(f"{folder.run_id} is being run by {held} already; its folder is {folder.path}") from None
+        message = f"{folder.run_id} is being run by {held} already; its folder is {folder.path}"
+        if str(held).endswith(f" on {socket.gethostname()}"):
+            raise RunBusy(message) from None
+        hint = f"  Without a sign of life from there it can be started again after {STALE_S:.0f} s."
+        raise RunBusy(message, hint) from None
 
 
 def _refuse_unmarked(folder: RunFolder) -> None:

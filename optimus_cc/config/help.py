@@ -36,10 +36,12 @@ Examples
   python run.py parallel=tp2_pp2_dp2 technique.cb.codec.rank=8
   python run.py -m +ablation=baseline,cb training.seed=1,2,3
                                             a sweep: every combination, one after the other
-  python run.py experiment=laptop/table_pretraining launcher.dry_run=true
-                                            a table of the paper, small: what it would take
-  python run.py +ablation=cb,baseline launcher=slurm
-                                            the same kind of sweep as jobs of SLURM
+  python run.py -m +ablation=baseline,cb launcher.dry_run=true
+                                            what it would start and take; starts nothing
+  python run.py experiment=laptop/table_pretraining
+                                            a table of the paper, small
+  python run.py +ablation=baseline,cb launcher=slurm
+                                            the sweep as jobs of SLURM: docs/slurm.md
   python run.py data=jsonl data.path=corpus.jsonl.zst data.label=corpus
   python run.py --cfg job model=gpt_mini    show the configuration, with all its keys; start nothing
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,16 @@ def test_the_command_line_wins() -> None:
         "experiment=laptop/figure_breakdown technique=baseline training.steps=80 training.probes.phases=false"
     )
     assert [(config.training.steps, config.training.probes.phases) for config in longer] == [(80, False)]
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    """The one that the page shows."""
+    (example,) = re.findall(r"```yaml\n(.*?)```", (CONF.parent / "docs" / "experiments.md").read_text(), re.DOTALL)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(example)
+    configs = composed(f"--config-dir {tmp_path} experiment=mine training.seed=5")
+    assert [config.compressed_message_nbytes for config in configs] == [3072, 6144, 12288]
+    assert {config.parallel.label for config in configs} == {"pp4_dp2"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("modle=gpt_mini", "modle", "did you mean model?"),
     ("model.depth.layers=8", "model.depth.layers", "an existing key"),
     ("+training.stepz=3", "training.stepz", "did you mean training.steps?"),
-    ("experiment=all", "experiment", "python run.py --help"),
+    ("experiment=all", "experiment", "laptop/table_pretraining"),
     ("model=gpt_tyni", "model", "did you mean model=gpt_tiny?"),
     ("model=", "model", "one of gpt_175b, gpt_2_5b, gpt_335m, gpt_8_3b, gpt_mini, gpt_tiny"),
     ("model=null", "model", "one of gpt_175b"),

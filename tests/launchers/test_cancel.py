@@ -55,13 +55,14 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def supervisor(
-    runs_dir: Path, name: str, processes: list[subprocess.Popen[str]], *, ignoring: bool = False
+    runs_dir: Path, name: str, processes: list[subprocess.Popen[str]], *, ignoring: tuple[signal.Signals, ...] = ()
 ) -> RunFolder:
     folder = RunFolder(runs_dir / name)
     folder.path.mkdir(parents=True)
 
-    def ignore() -> None:  # as the shell does for a background job of a script
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def ignore() -> None:
+        for number in ignoring:
+            signal.signal(number, signal.SIG_IGN)
 
     process = subprocess.Popen(
         [sys.executable, "-c", _SUPERVISOR, str(folder.path)],
@@ -86,9 +87,17 @@ def cancelled(runs_dir: Path, *arguments: str) -> int:
     return main(["cancel", "--runs-dir", str(runs_dir), *arguments])
 
 
-@pytest.mark.parametrize("ignoring", [False, True])
+@pytest.mark.parametrize(
+    "ignoring",
+    [
+        pytest.param((), id="in a terminal"),
+        pytest.param((signal.SIGINT,), id="in a script's background"),
+        pytest.param((signal.SIGHUP,), id="nohup"),
+        pytest.param((signal.SIGINT, signal.SIGHUP), id="both"),
+    ],
+)
 def test_a_running_run_ends_at_once(
-    ignoring: bool, tmp_path: Path, processes: Any, capsys: pytest.CaptureFixture[str]
+    ignoring: tuple[signal.Signals, ...], tmp_path: Path, processes: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = supervisor(tmp_path, "a-1", processes, ignoring=ignoring)
     other = supervisor(tmp_path, "b-1", processes)

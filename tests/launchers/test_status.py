@@ -6,11 +6,11 @@ import io
 import json
 import math
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,7 @@ print(code, *sorted({name.partition(".")[0] for name in sys.modules}))
 
 
 def test_a_thousand_runs_in_two_seconds(tmp_path: Path) -> None:
+    """Of the processor, so that what else the machine does is not measured; nothing here waits."""
     record = to_json({**TRAIN, "traffic": {f"class_{number}": {"logical_bytes": 1.0} for number in range(20)}})
     lines = f"{record}\n" * 200
     for number in range(1000):
@@ -265,19 +266,15 @@ def test_a_thousand_runs_in_two_seconds(tmp_path: Path) -> None:
             "running", step=150, total_steps=300, host="elsewhere", updated=datetime.now(UTC).isoformat()
         )
         folder.status_path.write_text(to_json(vars(status_of)))
+    command = [sys.executable, "-m", "launchers", "status", "--runs-dir", str(tmp_path)]
     took = []
-    for _ in range(3):  # the first one warms up; what else the machine does may spoil one more
-        began = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-m", "launchers", "status", "--runs-dir", str(tmp_path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        took.append(time.monotonic() - began)
+    for _ in range(2):  # the first one warms up
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.stdout.endswith("1000 runs: 1000 running\n")
-    assert min(took[1:]) < 2
+    assert took[-1] < 2
 
 
 def test_what_is_imported(some: Path) -> None:

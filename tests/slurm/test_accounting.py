@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_the_truth_is_in_the_accounts(sweeps: Sweeps, cluster: Cluster, capsys: 
     configs = [sweeps.config(1), sweeps.config(2, {"failing_rank": 1}), sweeps.config(3, {"steps": 600, "step_s": 0.1})]
     follower = sweeps.start(*configs)
     folders = [sweeps.folder(config) for config in configs]
-    jobs = [until(lambda folder=folder: job_of(folder), "it is submitted") for folder in folders]
+    jobs = [until(partial(job_of, folder), "it is submitted") for folder in folders]
     until(lambda: (status := folders[2].status()) is not None and status.step > 0, "it trains")
     cluster.run("scancel", jobs[2])
     assert follower.wait() == 130

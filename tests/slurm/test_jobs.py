@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from datetime import datetime
+from functools import partial
 
 import pytest
 
@@ -48,6 +49,11 @@ def first_step(folder: RunFolder) -> int:
 
     step: int = until(look, f"{folder.run_id} trains")
     return step
+
+
+def restarted(folder: RunFolder) -> bool:
+    status = folder.status()
+    return status is not None and status.restarts == 1
 
 
 def test_an_array_with_a_throttle(sweeps: Sweeps, cluster: Cluster) -> None:
@@ -132,7 +138,7 @@ def test_a_warning_before_the_end(sweeps: Sweeps, cluster: Cluster, requeues: bo
     first_step(folder)
     job = job_of(folder)
     warn(cluster, folder)
-    until(lambda: (status := folder.status()) is not None and status.restarts == 1, "the run is put back")
+    until(partial(restarted, folder), "the run is put back")
     step = first_step(folder)
     assert (job_of(folder) == job) == requeues
     (place,) = (folder.path / "attempts").iterdir()
@@ -158,7 +164,7 @@ def test_preemption(sweeps: Sweeps, cluster: Cluster) -> None:
         first_step(folder)
     cluster.run("srun", "-p", "urgent", "-N", "4", "--exclusive", "true")
     for folder in folders:
-        until(lambda folder=folder: (one := folder.status()) is not None and one.restarts == 1, "it was interrupted")
+        until(partial(restarted, folder), "it was interrupted")
         first_step(folder)
 
 

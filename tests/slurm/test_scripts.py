@@ -87,7 +87,7 @@ def test_arrays(sizes: list[int], largest: int, most: int | None) -> None:
     if most is None:
         assert all(part.throttle is None and part.after is None for part in flat)
         return
-    at_once = {}  # of each chain of arrays, of which one runs at a time
+    at_once: dict[int, list[int]] = {}  # of each chain of arrays, of which one runs at a time
     for index, part in enumerate(flat):
         chain = at_once[part.after] if part.after is not None else []
         chain.append(min(part.size, part.throttle or part.size))

@@ -15,4 +15,4 @@ if "optimus_cc.training" in sys.orig_argv:
         beat(report)
         time.sleep(float(os.environ["SLOW"]))
 
-    Report.beat = slow_beat  # type: ignore[method-assign]
+    Report.beat = slow_beat  # type: ignore[assignment]
