@@ -158,6 +158,15 @@ def requeue(job_id: str) -> None:
     _run(["scontrol", "requeue", job_id])
 
 
+def wait_for(job_id: str, others: Sequence[str]) -> None:
+    """Let a job that waits begin when others have ended, and not before.
+
+    Raises:
+        SlurmError: SLURM refused.
+    """
+    _run(["scontrol", "update", f"JobId={job_id}", f"Dependency=afterany:{':'.join(others)}"])
+
+
 def cancel(ids: Sequence[str]) -> None:
     """End jobs.
 

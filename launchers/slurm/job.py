@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import job, local
-from launchers.slurm import commands, record
+from launchers.slurm import after, commands, record
 from launchers.slurm.commands import SlurmError
 from launchers.slurm.node import Verdict, read_verdict
 from launchers.slurm.record import Record
@@ -179,6 +179,8 @@ def _go_on_later(folder: RunFolder, config: RunConfig, this: ThisJob) -> int:
             withdraw(folder, "failed", f"SLURM takes it back neither by requeue nor by sbatch: {refused}")
             return 1
         record.write(folder, replace(mine, job_id=f"{again}_{mine.index}"))
+        with contextlib.suppress(SlurmError, OSError):
+            after.wait_for_all(Path(mine.runs).parent)
     return RunPreempted.exit_code
 
 
@@ -284,7 +286,7 @@ def _judge(popen: subprocess.Popen[bytes], nodes: int, folder: RunFolder, stop: 
     if failed:
         raise _failure(min(failed, key=lambda verdict: verdict.time))
     if preempted:
-        raise RunPreempted(preempted[0])
+        raise RunPreempted(max(preempted, key=len))  # one node may have been asked, and its ranks have told the others
 
 
 def _failure(verdict: Verdict) -> RunFailed:

@@ -132,7 +132,7 @@ def test_a_warning_before_the_end(sweeps: Sweeps, cluster: Cluster, requeues: bo
     """The run saves, ends, and goes on in the same job or, where SLURM doesn't requeue it, in a new one, as often as is
     allowed."""
     more = () if requeues else ("--no-requeue",)
-    config = sweeps.config(1, LONG, ranks=2, max_restarts=1, sbatch=more)
+    config = sweeps.config(1, LONG, ranks=2, max_restarts=1, sbatch=more, after=("collect",))
     follower = sweeps.start(config)
     folder = sweeps.folder(config)
     first_step(folder)
@@ -153,6 +153,9 @@ def test_a_warning_before_the_end(sweeps: Sweeps, cluster: Cluster, requeues: bo
     status = folder.status()
     assert status is not None
     assert (status.state, status.cause) == ("failed", "interrupted 2 times: launcher.max_restarts=1")
+    (script,) = (sweeps.runs_dir / ".slurm").glob("*/after.sh")
+    until(lambda: script.with_suffix(".out").exists(), "the table is there")  # not before: it would say preempted
+    until(lambda: "failed" in script.with_suffix(".out").read_text(), "it was written when all had ended")
 
 
 def test_preemption(sweeps: Sweeps, cluster: Cluster) -> None:

@@ -95,7 +95,6 @@ def test_a_run_outlives_a_node_and_a_time_limit(
         until(lambda: getattr(folder.status(), "restarts", 0) == 1, "the run is put back into the queue")
         happened("the run is put back into the queue")
         cluster.run("scontrol", "update", f"JobId={found.id}", "TimeLimit=1")
-        cluster.start_node(nodes[1])
         until(lambda: getattr(folder.status(), "state", "") == "running", "it goes on")
         happened("it goes on")
         until(lambda: getattr(folder.status(), "restarts", 0) == 2, "its time is over")
