@@ -33,7 +33,6 @@ def run(folder: RunFolder, train: Callable[..., object] = local.train, begun: Ca
         claimed = claim_queued(folder, config)
         if not claimed.finished:
             _print_to(log_path(folder))
-            begun()
         return claimed
 
     try:

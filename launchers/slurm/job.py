@@ -113,12 +113,10 @@ def run(folder: RunFolder, this: ThisJob, stop: Stop) -> int:
         print(refused, file=sys.stderr)
         return 1
 
-    def begun() -> None:
-        with contextlib.suppress(OSError):
-            record.write(folder, replace(record.read(folder) or mine, pid=os.getpid(), host=socket.gethostname()))
-
+    # Before the run is claimed, so that whoever starts this job again knows whose claim it was.
+    record.write(folder, replace(record.read(folder) or mine, pid=os.getpid(), host=socket.gethostname()))
     start, ranks_here = partial(run_ranks, this), Resources.of(config).ranks_per_node
-    code = job.run(folder, partial(local.train, start=start, ranks_here=ranks_here, stop=stop), begun)
+    code = job.run(folder, partial(local.train, start=start, ranks_here=ranks_here, stop=stop))
     status = folder.status()
     if code != RunPreempted.exit_code or status is None or status.state != "preempted":
         return code

@@ -137,4 +137,5 @@ def state(folder: RunFolder) -> str:
 
 def ranks_of(folder: Path) -> list[dict[str, Any]]:
     """What the fake ranks whose logs are in a folder have said about themselves."""
-    return [json.loads(path.read_text().splitlines()[0]) for path in sorted(folder.glob("rank_*.log"))]
+    first_lines = [path.read_text().partition("\n")[0] for path in sorted(folder.glob("rank_*.log"))]
+    return [json.loads(line) for line in first_lines if line]
