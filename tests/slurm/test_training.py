@@ -19,7 +19,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, until
 from tests.training.resuming import without_timings
 
-STEPS, KEPT_EVERY = 110, 10
+STEPS, KEPT_EVERY = 60, 5
 SLOW = Path(__file__).with_name("slow")
 WORDS = ["stage", "gradient", "sends", "receives", "rank", "small", "large", "tensor", "over", "link"]
 
@@ -31,7 +31,7 @@ def command(place: Path, runs_dir: str, *overrides: str) -> list[str]:
         *("model.num_attention_heads=2", "model.sequence_length=32", "technique.cb.codec.rank=4"),
         *("data=jsonl", f"data.path={place / 'corpus.jsonl'}", f"data.cache_dir={place / 'cache'}"),
         *("data.split=[0.8,0.1,0.1]", "tokenizer.vocabulary_size=300", f"runs_dir={place / runs_dir}"),
-        *(f"training.steps={STEPS}", "training.validation_interval=30", "training.device=cpu"),
+        *(f"training.steps={STEPS}", "training.validation_interval=20", "training.device=cpu"),
         *(f"training.checkpoint.interval_steps={KEPT_EVERY}", "launcher.threads_per_rank=1"),
         *("launcher.stop_grace_s=2", *overrides),
     ]
@@ -67,7 +67,7 @@ def test_a_run_outlives_a_node_and_a_time_limit(
     has computed what an uninterrupted run does, to the bit."""
     env = {**os.environ, "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1"}
     slow = place / "slow"
-    slow.write_text("0.6")
+    slow.write_text("1.2")
     setup = f'launcher.setup=["export SLOW=$(cat {slow})","export PYTHONPATH={SLOW}"]'
     spread = ("cluster.num_nodes=2", "cluster.ranks_per_node=2", "launcher.save_before_end_s=5")
     told, began = (place / "told").open("w"), time.monotonic()
@@ -85,7 +85,7 @@ def test_a_run_outlives_a_node_and_a_time_limit(
     )
     try:
         folder = only_run(place / "runs")
-        until(lambda: reached(folder, 0, KEPT_EVERY + 3) or popen.poll() is not None, "it trains")
+        until(lambda: reached(folder, 0, KEPT_EVERY + 2) or popen.poll() is not None, "it trains")
         found = record.read(folder)
         assert found is not None
         assert found.id is not None
