@@ -58,15 +58,17 @@ class ThisJob:
 
     id: str
     """``12_3``."""
+    runs: Path
+    """The list of its array's runs."""
     index: int
     starts: int
     """How often SLURM has started it before."""
 
     @classmethod
-    def of_environment(cls) -> ThisJob:
+    def of_environment(cls, runs: Path) -> ThisJob:
         env = os.environ
         index = int(env["SLURM_ARRAY_TASK_ID"])
-        return cls(f"{env['SLURM_ARRAY_JOB_ID']}_{index}", index, int(env.get("SLURM_RESTART_COUNT", "0")))
+        return cls(f"{env['SLURM_ARRAY_JOB_ID']}_{index}", runs, index, int(env.get("SLURM_RESTART_COUNT", "0")))
 
     def fate(self) -> str:
         """What SLURM means to do with this job, which was asked to end: ``cancelled``, ``requeued`` (SLURM puts it back
@@ -98,7 +100,7 @@ def _time_is_up(told: Any) -> bool:
 def run(folder: RunFolder, this: ThisJob, stop: Stop) -> int:
     """Train the run in ``folder`` to its end, or to that of this job; the exit code."""
     mine = record.read(folder)
-    if mine is None or (mine.job_id or this.id) != this.id:
+    if mine is None or mine.runs != str(this.runs) or (mine.job_id or this.id) != this.id:
         print(f"{folder.run_id} was given to another job; this one, {this.id}, does nothing")
         return 0
     try:
@@ -135,12 +137,14 @@ def _queue_again(folder: RunFolder, config: RunConfig, mine: Record) -> str | No
         ownership.declare_over(folder.path, mine.pid, mine.host)
     if status.state not in ("running", "preempted"):
         return None
+    return _put_back(folder, config)
+
+
+def _put_back(folder: RunFolder, config: RunConfig) -> str | None:
+    """Put the run back into the queue; why not, if it was interrupted too often or isn't the same any more."""
+    if config.run_id != folder.run_id:
+        return f"{folder.run_id} does not go on: a file that it reads has changed, and with it what it computes"
     queue(config)
-    return _too_many(folder, config)
-
-
-def _too_many(folder: RunFolder, config: RunConfig) -> str | None:
-    """End a queued run that has been interrupted too often; what to say about it."""
     mine, status, launcher = record.read(folder), folder.status(), config.launcher
     assert isinstance(launcher, SlurmConfig)
     if mine is None or status is None or status.restarts - mine.restarts_before <= launcher.max_restarts:
@@ -159,8 +163,7 @@ def _go_on_later(folder: RunFolder, config: RunConfig, this: ThisJob) -> int:
     if fate == "cancelled":
         print(f"{folder.run_id} saved what it had; its job was cancelled, so it does not go on by itself")
         return RunPreempted.exit_code
-    queue(config)
-    if (told := _too_many(folder, config)) is not None:
+    if (told := _put_back(folder, config)) is not None:
         print(told, file=sys.stderr)
         return 1
     print(f"{folder.run_id} goes on later", flush=True)
@@ -170,15 +173,16 @@ def _go_on_later(folder: RunFolder, config: RunConfig, this: ThisJob) -> int:
         commands.requeue(this.id)
     except SlurmError as error:
         print(f"SLURM does not requeue the job ({error}); it is submitted once more", flush=True)
-        script = Path(mine.runs).with_suffix(".sh")
         try:
-            again = commands.sbatch(script, f"--array={mine.index}", f"--dependency=afterany:{this.id}")
+            again = commands.sbatch(
+                this.runs.with_suffix(".sh"), f"--array={mine.index}", f"--dependency=afterany:{this.id}"
+            )
         except SlurmError as refused:
             withdraw(folder, "failed", f"SLURM takes it back neither by requeue nor by sbatch: {refused}")
             return 1
         record.write(folder, replace(mine, job_id=f"{again}_{mine.index}"))
         with contextlib.suppress(SlurmError, OSError):
-            after.wait_for_all(Path(mine.runs).parent)
+            after.wait_for_all(this.runs.parent)
     return RunPreempted.exit_code
 
 
@@ -306,11 +310,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launchers.slurm.job", description="Train one run of an array.")
     parser.add_argument("runs", type=Path, metavar="RUNS_FILE")
     options = parser.parse_args(arguments)
-    this = ThisJob.of_environment()
-    folder = record.read_runs(options.runs)[this.index]
-    local_folder = (folder.provenance() or {}).get("working_directory")
-    if isinstance(local_folder, str) and os.path.isdir(local_folder):
-        os.chdir(local_folder)  # what paths in the configuration are relative to
+    this = ThisJob.of_environment(options.runs)
+    folder = record.read_runs(this.runs)[this.index]
+    working_folder = (folder.provenance() or {}).get("working_directory")
+    if isinstance(working_folder, str) and os.path.isdir(working_folder):
+        os.chdir(working_folder)  # what paths in the configuration are relative to
     try:
         with PatientStop().on_signals() as stop:
             return run(folder, this, stop)
