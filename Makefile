@@ -1,7 +1,11 @@
 # make reproduce: install, train the main comparison, print its table.   make test: install, run the tests.
+# make slurm-up, make slurm-down: start and stop a SLURM cluster of four nodes on this machine; as root.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Of the cluster: where its files are (default: in a temporary folder), and 1 for a database of jobs.
+SLURM_FOLDER ?=
+SLURM_ACCOUNTING ?=
 
 # Progress is shown as it happens, through a pipe too.
 export PYTHONUNBUFFERED = 1
@@ -9,7 +13,7 @@ export PYTHONUNBUFFERED = 1
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: reproduce test lint install clean
+.PHONY: reproduce test lint install slurm-up slurm-down clean
 
 reproduce: $(INSTALLED)
 	$(RUN) run.py -m +ablation=baseline,cb,cb_no_epilogue
@@ -24,6 +28,13 @@ lint: $(INSTALLED)
 	$(RUN) -m mypy
 
 install: $(INSTALLED)
+
+# These need nothing installed but SLURM.
+slurm-up:
+	@$(PYTHON) -m tests.slurm.cluster up $(if $(SLURM_FOLDER),--folder '$(SLURM_FOLDER)') $(if $(SLURM_ACCOUNTING),--accounting)
+
+slurm-down:
+	@$(PYTHON) -m tests.slurm.cluster down $(if $(SLURM_FOLDER),--folder '$(SLURM_FOLDER)')
 
 # The stamp is written last, so an installation that was interrupted starts over.
 $(INSTALLED): pyproject.toml constraints/py311.txt constraints/py312.txt

@@ -33,7 +33,8 @@ class OptimusLauncher(Launcher):
         ConfigError: a job of this batch is wrong; nothing of it was started.
         SystemExit: somebody stopped the sweep, or it was a dry run.
         """
-        from launchers.sweep import exit_code, run_all
+        from launchers.start import run_all
+        from launchers.sweep import exit_code
         from optimus_cc.config.compose import compose_jobs, uses_basic_sweeper
 
         setup_globals()

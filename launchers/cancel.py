@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,17 +42,18 @@ def cancel(runs_dir: Path, pattern: str, *, save: bool, sleep: Callable[[float],
     live = [run for run in select(runs_dir, pattern) if run.state in ("queued", "running")]
     if not live:
         raise NothingFound(f"nothing to cancel: no run in {runs_dir} that matches {pattern!r} is queued or running")
+    folders = [RunFolder(runs_dir / run.run_id) for run in live]
     results: list[Result] = []
     asked = []
-    for run in live:
-        folder = RunFolder(runs_dir / run.run_id)
-        result = _cancel(folder, save, sleep)
+    jobs = _cancel_jobs(folders, save)
+    for folder in folders:
+        result = jobs.get(folder.path) or _cancel(folder, save, sleep)
         results.append(result)
         if result == "asked" and not save:
             asked.append(folder)
     deadline = time.monotonic() + WAIT_S
     for folder in asked:
-        while ownership.holder_here(folder.path) is not None and time.monotonic() < deadline:
+        while _goes_on(folder, folder.path in jobs) and time.monotonic() < deadline:
             sleep(0.2)
         ended = read(folder)
         if ended.state == "running":
@@ -60,6 +62,43 @@ def cancel(runs_dir: Path, pattern: str, *, save: bool, sleep: Callable[[float],
         else:
             print(f"{folder.run_id}  is {ended.state}, at step {ended.step}")
     return 1 if "refused" in results else 0
+
+
+def _goes_on(folder: RunFolder, is_job: bool) -> bool:
+    return read(folder).state == "running" if is_job else ownership.holder_here(folder.path) is not None
+
+
+def _cancel_jobs(folders: Sequence[RunFolder], save: bool) -> dict[Path, Result]:
+    """End those runs that SLURM has, with one command; what became of each of them."""
+    from launchers.slurm import commands, record
+
+    found = {folder.path: one for folder in folders if (one := record.read(folder)) is not None}
+    ids = {path: one.id for path, one in found.items() if one.id is not None}
+    try:
+        jobs = commands.jobs(ids.values())
+        results: dict[Path, Result] = {}
+        running: list[RunFolder] = []
+        waiting: list[RunFolder] = []
+        for folder in folders:
+            job = jobs.get(ids.get(folder.path, ""))
+            if job is None or not job.live:
+                continue
+            # It does not go on elsewhere; and a job that runs looks at this, and saves.
+            record.write(folder, replace(found[folder.path], stop=True))
+            waits = job.state == "PENDING"
+            results[folder.path] = "done" if waits else "asked"
+            (waiting if waits else running).append(folder)
+            how = "was queued, is cancelled" if waits else "saves at its next step and stops" if save else "ends now"
+            print(f"{folder.run_id}  {how}: job {ids[folder.path]} of SLURM")
+        ended = waiting if save else [*waiting, *running]
+        commands.cancel([ids[folder.path] for folder in ended])
+    except commands.SlurmError as error:
+        print(f"SLURM can't be asked: {error}")
+        return dict.fromkeys(ids, "refused") if ids else {}
+    for folder in waiting:
+        with contextlib.suppress(RunFailed):
+            withdraw(folder, "cancelled", CAUSE)
+    return results
 
 
 def _cancel(folder: RunFolder, save: bool, sleep: Callable[[float], None]) -> Result:

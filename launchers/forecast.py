@@ -15,6 +15,7 @@ from launchers.plan import Planned, count, plan
 from launchers.progress import number
 from optimus_cc import disk_budget
 from optimus_cc.config import ConfigError, RunConfig
+from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.records import from_json, to_json
 from optimus_cc.runs import RunFolder, Status
 
@@ -75,7 +76,8 @@ def device_kind(config: RunConfig) -> str:
     """``cpu`` or ``cuda``; what has several nodes is not for this machine, whatever this one has."""
     if config.training.device != "auto":
         return config.training.device
-    return "cuda" if config.cluster.num_nodes > 1 else choose_device(config)[0]
+    elsewhere = config.cluster.num_nodes > 1 or config.launcher.name != "local"
+    return "cuda" if elsewhere else choose_device(config)[0]
 
 
 def dry_run(configs: Sequence[RunConfig]) -> str:
@@ -111,7 +113,7 @@ def dry_run(configs: Sequence[RunConfig]) -> str:
     lines += [f"{planned.folder.run_id}: {planned.remark}" for planned in planned if planned.remark]
     lines += [f"[{index}] {source}" for index, source in enumerate(sources, start=1)]
     if any(one.hours is None for one in told):
-        lines.append("-   nothing like it was measured in its runs_dir, and launcher.time_limit_h is null")
+        lines.append("-   nothing like it was measured in its runs_dir, and no time limit holds for the whole run")
     lines += [f"notice  {text}" for text in _notices(told)]
     return "\n".join(lines)
 
@@ -183,7 +185,8 @@ def _of_runs_like_it(planned: Planned, device: str, measured: _Measured) -> Step
 
 def _by_time_limit(planned: Planned, device: str, measured: _Measured) -> StepTime | None:
     limit_h, steps = planned.config.launcher.time_limit_h, planned.remaining_steps
-    if limit_h is None or not steps:
+    goes_on = isinstance(planned.config.launcher, SlurmConfig) and planned.config.launcher.max_restarts > 0
+    if limit_h is None or not steps or goes_on:  # a limit of each of several jobs
         return None
     return StepTime(3600 * limit_h / steps, f"not measured: launcher.time_limit_h={limit_h:g}", at_most=True)
 
@@ -222,10 +225,12 @@ def _notices(told: Sequence[Forecast]) -> Iterator[str]:
     running = [one.planned.config for one in told if one.planned.runs]
     lines: dict[str, None] = {}
     for config in running:
-        if config.cluster.num_nodes > 1:
+        if config.launcher.name != "local":
+            pass  # this machine has nothing to do with it
+        elif config.cluster.num_nodes > 1:
             lines[
                 f"cluster={config.cluster.name} has {config.cluster.num_nodes} nodes: launcher=local starts ranks on "
-                "this machine only, so a real run needs a SLURM launcher"
+                "this machine only, so a real run needs launcher=slurm"
             ] = None
         else:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from launchers import local
@@ -20,8 +21,13 @@ EXIT_BUSY = 69
 """EX_UNAVAILABLE."""
 
 
-def run(folder: RunFolder) -> int:
-    """Train the run that is queued in ``folder``, to its end; the exit code says how it ended."""
+def run(folder: RunFolder, train: Callable[..., object] = local.train, begun: Callable[[], None] = lambda: None) -> int:
+    """Train the run that is queued in ``folder``, to its end; the exit code says how it ended.
+
+    Args:
+        train: as :func:`launchers.local.train`.
+        begun: called when the run has been claimed.
+    """
 
     def take(config: RunConfig) -> Claim:
         claimed = claim_queued(folder, config)
@@ -35,7 +41,7 @@ def run(folder: RunFolder) -> int:
         except RuntimeError as error:  # there is nothing that could be run
             withdraw(folder, "failed", str(error))
             raise RunFailed(str(error)) from None
-        local.train(config, take)
+        train(config, take)
     except RunBusy as busy:
         print(busy, file=sys.stderr)
         return EXIT_BUSY

@@ -24,12 +24,24 @@ from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFold
 
 STATUS_INTERVAL_S = 1.0
 
+RunRanks = Callable[[list[str], int, RunConfig, str, RunFolder, Stop, Callable[[], None]], None]
+"""Command, number of ranks, configuration, device, the run's folder, who may ask for an end, what to call meanwhile."""
 
-def train(config: RunConfig, take: Callable[[RunConfig], Claim] = claim) -> dict[str, Any]:
+
+def train(
+    config: RunConfig,
+    take: Callable[[RunConfig], Claim] = claim,
+    start: RunRanks | None = None,
+    ranks_here: int | None = None,
+    stop: Stop | None = None,
+) -> dict[str, Any]:
     """Train one configuration to the end, or return what a finished run of it left.
 
     Args:
         take: claims the run's folder.
+        start: runs the ranks, if not all of them run on this machine; as :func:`run_ranks` does here.
+        ranks_here: how many of them do then.
+        stop: is asked by this process's signals for an end; by default a new one.
 
     Returns:
         the run's summary.
@@ -43,8 +55,8 @@ def train(config: RunConfig, take: Callable[[RunConfig], Claim] = claim) -> dict
 
         print(dry_run([config]))
         return {}
-    device, notices = choose_device(config)
-    with Stop().on_signals() as stop, take(config) as run:
+    device, notices = choose_device(config, ranks_here)
+    with (stop or Stop()).on_signals() as stop, take(config) as run:
         progress = Progress(config.training.steps)
         disk, warnings = disk_budget.told(config, run.folder.path)
         for line in (*_heading(config, run, device), f"disk    {disk}"):
@@ -53,7 +65,11 @@ def train(config: RunConfig, take: Callable[[RunConfig], Claim] = claim) -> dict
             progress.print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
         for note in run.notes:
             progress.print(f"note    {note}")
-        summary = (run.folder.summary() or {}) if run.finished else _run(config, run, device, stop, progress)
+        summary = (
+            (run.folder.summary() or {})
+            if run.finished
+            else _run(config, run, device, stop, progress, start or run_ranks)
+        )
         progress.print(format_summary(summary))
         return summary
 
@@ -133,13 +149,13 @@ def _heading(config: RunConfig, run: Claim, device: str) -> list[str]:
     ]
 
 
-def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress) -> dict[str, Any]:
+def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, start: RunRanks) -> dict[str, Any]:
     """The two stages, corpus and ranks, and the status that they end with."""
     run.update(device=device)
     watch = _Watch(config, run, stop)
     try:
         _prepare_corpus(config, run, stop, progress, watch)
-        summary = _train(config, run, device, stop, progress, watch)
+        summary = _train(config, run, device, stop, progress, watch, start)
     except RunFailed as error:
         progress.close()
         _end(run, progress.step, error)
@@ -194,7 +210,15 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
         echo.copy()
 
 
-def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, watch: _Watch) -> dict[str, Any]:
+def _train(
+    config: RunConfig,
+    run: Claim,
+    device: str,
+    stop: Stop,
+    progress: Progress,
+    watch: _Watch,
+    start: RunRanks,
+) -> dict[str, Any]:
     ranks = config.parallel.world_size
     tail = JsonLinesTail(run.folder.metrics_path)
     tail.new_records()  # those of an earlier attempt are no news
@@ -205,7 +229,7 @@ def _train(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Pro
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
-        run_ranks(rank_command(run.folder), ranks, config, device, run.folder, stop, on_poll)
+        start(rank_command(run.folder), ranks, config, device, run.folder, stop, on_poll)
     finally:
         progress.update(tail.new_records())
         progress.close()
@@ -244,8 +268,8 @@ def import_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
-def rank_command(folder: RunFolder) -> list[str]:
-    return [sys.executable, "-m", "optimus_cc.training", str(folder.path)]
+def rank_command(folder: RunFolder, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "optimus_cc.training", str(folder.path)]
 
 
 def corpus_command(folder: RunFolder) -> list[str]:
@@ -278,7 +302,8 @@ class _Watch:
     """Keeps status.json current without writing it at every poll, and the time limit."""
 
     def __init__(self, config: RunConfig, run: Claim, stop: Stop) -> None:
-        self._limit_h = config.launcher.time_limit_h
+        # A job of SLURM is told before its time is over.
+        self._limit_h = config.launcher.time_limit_h if config.launcher.name == "local" else None
         self._run = run
         self._stop = stop
         self._began = self._written = time.monotonic()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launchers.status import NothingFound, read, step_of
+from launchers.status import NothingFound, look, step_of
 from launchers.supervise import printable
 from optimus_cc import process
 from optimus_cc.runs import RunFolder, folders_in
@@ -44,13 +44,13 @@ def logs(
         if not tails and not follow:
             print(f"{folder.run_id} has no {'logs' if rank is None else f'log of rank {rank}'} yet")
         while follow:
-            over = not read(folder).live  # asked first, so that nothing of what came before the end is missed
+            over = not look(folder).live  # asked first, so that nothing of what came before the end is missed
             _begin(folder, rank, lines, tails, follow)
             for title, tail in tails.items():
                 for line in tail.new_lines():
                     print(f"{title} | {line}", flush=True)
             if over:
-                run = read(folder)
+                run = look(folder)
                 print(f"{run.run_id} is {run.state} at step {step_of(run)}{f': {run.cause}' if run.cause else ''}")
                 break
             sleep(POLL_S)

@@ -47,11 +47,11 @@ def resubmit(runs_dir: Path, pattern: str | None, states: Sequence[str] | None) 
         print("\n".join(f"error: {problem}" for problem in wrong), file=sys.stderr)
         print("nothing was started", file=sys.stderr)
         return 2
-    from launchers import sweep
+    from launchers import start, sweep
 
     print(f"resubmitting {len(configs)} run{'s' * (len(configs) != 1)}", flush=True)
     try:
-        code: int = sweep.exit_code(sweep.run_all(configs))
+        code: int = sweep.exit_code(start.run_all(configs))
     except ConfigError as error:  # it can't run on this machine
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""How runs stand, read from their folders alone: ``python -m launchers status``.
+"""How runs stand, read from their folders, and from SLURM's queue if they are jobs: ``python -m launchers status``.
 
 It works while they run and after whoever started them is gone, takes whatever it finds, and imports little.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from launchers.progress import duration, number
+from launchers.slurm.view import laid_over
 from launchers.supervise import printable, shortened
 from optimus_cc.records import json_lines_from_end, to_json
 from optimus_cc.runs import RunFolder, State, age_s, folders_in
@@ -97,7 +98,7 @@ def select(runs_dir: Path, pattern: str | None = None, states: Sequence[str] = (
     except OSError as error:
         why = "there is no folder" if isinstance(error, FileNotFoundError) else f"{error.strerror}:"
         raise NothingFound(f"{why} {runs_dir}") from None
-    runs = [read(folder) for folder in folders if folder.exists()]
+    runs = laid_over([read(folder) for folder in folders if folder.exists()], read, ABANDONED)
     chosen = [run for run in runs if not states or run.state in states]
     if not chosen:
         conditions = [f"matches {pattern!r}"] if pattern else []
@@ -106,8 +107,13 @@ def select(runs_dir: Path, pattern: str | None = None, states: Sequence[str] = (
     return sorted(chosen, key=lambda run: (run.started or "", run.run_id))
 
 
+def look(folder: RunFolder) -> Run:
+    """How one run stands, by its folder and, if it is a job, by SLURM. Never raises."""
+    return laid_over([read(folder)], read, ABANDONED)[0]
+
+
 def read(folder: RunFolder) -> Run:
-    """How one run stands. Never raises."""
+    """How one run stands, by its folder alone. Never raises."""
     run_id, path = _text(folder.run_id) or "", _text(str(folder.path)) or ""
     found = folder.status()
     if found is None:

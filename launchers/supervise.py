@@ -26,6 +26,22 @@ _KILL_WAIT_S = 10.0
 _DUMP_WAIT_S = 2.0
 
 
+class OthersMayBeTheCause(RunFailed):
+    """Ranks lost contact or fell silent, which what happens to ranks elsewhere brings about, too."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A run whose ranks are on several hosts, as one of their supervisors sees it."""
+
+    size: int
+    """Ranks of all hosts."""
+    first_rank: int
+    """The lowest of this host's."""
+    rendezvous: str
+    """``init_method`` of torch.distributed, which all hosts can reach."""
+
+
 class Stop:
     """A request to end a run: at the next step boundary, or at once. Comes from a signal or from a program."""
 
@@ -62,6 +78,14 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class PatientStop(Stop):
+    """One for a scheduler's signals, which come more than once: what is to end at once, it kills."""
+
+    def request(self, reason: str, *, at_once: bool = False) -> None:
+        if at_once or not self.requested:
+            super().request(reason, at_once=at_once)
 
 
 @dataclass
@@ -125,6 +149,7 @@ def supervise(
     on_poll: Callable[[], None] | None = None,
     poll_s: float = 0.1,
     name: str = "rank {}",
+    world: World | None = None,
 ) -> None:
     """Run ``command`` once per rank until all have ended well; whatever happens, none is left when this returns.
 
@@ -140,15 +165,17 @@ def supervise(
         startup_s: the same until every rank has given its first heartbeat, if longer.
         on_poll: called every ``poll_s``.
         name: what a rank is called in messages.
+        world: if there are ranks on other hosts, too.
 
     Raises:
-        RunFailed: a rank failed or hung; names the first one, how it ended, and the last lines of its log.
+        RunFailed: a rank failed or hung; names the first one, how it ended, and the last lines of its log;
+            OthersMayBeTheCause if the cause need not be here.
         RunCancelled: ``stop`` asked for an end at once.
         RunPreempted: the ranks ended at a step boundary because ``stop`` asked for it.
     """
     supervisor = _Supervisor(log_dir, stop or Stop(), grace_s, on_poll or (lambda: None), poll_s)
     with supervisor:
-        supervisor.start(command, num_ranks, env or {}, threads_per_rank, name)
+        supervisor.start(command, num_ranks, env or {}, threads_per_rank, name, world)
         supervisor.watch(timeout_s, startup_s)
 
 
@@ -175,28 +202,37 @@ class _Supervisor:
             self.guard.close()
 
     def start(
-        self, command: Sequence[str], num_ranks: int, env: Mapping[str, str], threads: int | None, name: str
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        env: Mapping[str, str],
+        threads: int | None,
+        name: str,
+        world: World | None,
     ) -> None:
+        loopback = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_interface()}
+        own = World(num_ranks, 0, f"file://{self.scratch / 'rendezvous'}")
         shared = {
             **os.environ,
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_interface(),
+            **(loopback if world is None else {}),
             "PYTHONUNBUFFERED": "1",
             **env,
-            "WORLD_SIZE": str(num_ranks),
+            "WORLD_SIZE": str((world or own).size),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "OMP_NUM_THREADS": str(threads or max(1, num_cores() // num_ranks)),
-            process.RENDEZVOUS: f"file://{self.scratch / 'rendezvous'}",
+            process.RENDEZVOUS: (world or own).rendezvous,
             process.LOG_DIR: str(self.log_dir),
             process.SUPERVISOR_PID: str(os.getpid()),
         }
-        for number in range(num_ranks):
+        for local_rank in range(num_ranks):
+            number = (world or own).first_rank + local_rank
             for stale in (process.failure_path, process.heartbeat_path):
                 stale(self.log_dir, number).unlink(missing_ok=True)
             log = process.log_path(self.log_dir, number)
             with log.open("wb", buffering=0) as output:
                 popen = subprocess.Popen(
                     command,
-                    env={**shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+                    env={**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -234,8 +270,11 @@ class _Supervisor:
         return rank.ended is not None and rank.code not in (0, EXIT_PREEMPTED) and not self._ended_by_request(rank)
 
     def _ended_by_request(self, rank: _Rank) -> bool:
-        """Our SIGTERM ended it before it had a handler."""
-        return self.asked_to_stop and rank.ended is not None and rank.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        """Our SIGTERM, or what a scheduler sends to ranks, too, ended it before it had a handler."""
+        asked = self.asked_to_stop or self.stop.requested
+        numbers = (signal.SIGTERM, signal.SIGUSR2)
+        codes = [code for number in numbers for code in (-number, 128 + number)]
+        return asked and rank.ended is not None and rank.code in codes
 
     def _poll(self) -> None:
         for rank in self.ranks:
@@ -266,7 +305,8 @@ class _Supervisor:
             names = _enumerated([rank.name for rank in silent])
             self._raise_hung(f"{names} did not answer for {quiet_s:.0f} s", silent)
         if failed:
-            raise self._failure(min(failed, key=lambda rank: rank.end_time), failed)
+            told = self._failure(min(failed, key=lambda rank: rank.end_time), failed)
+            raise OthersMayBeTheCause(told.cause, told.details)
 
     def _last_sign(self, rank: _Rank) -> float:
         return max(rank.started, process.last_heartbeat(self.log_dir, rank.number) or 0.0)
@@ -294,7 +334,7 @@ class _Supervisor:
         else:
             details = f"  {first.name} did not even write its stack: stopped, or stuck in the kernel.\n"
             details += _shown_log(first.log, last_lines(first.log))
-        raise RunFailed(cause, details)
+        raise OthersMayBeTheCause(cause, details)
 
     def _signal(self, number: signal.Signals) -> None:
         for rank in self._running():

@@ -151,7 +151,7 @@ class _Machine:
         choices = [choose_device(config) for config in configs]
         notices = [text for _, told in choices for text in told]
         notices += [text for config in configs for text in config.notices()]
-        parallel = max((config.launcher.max_parallel for config in configs), default=1)
+        parallel = max((config.launcher.max_parallel or 1 for config in configs), default=1)
         devices = [device for device, _ in choices]
         return cls(parallel, devices, visible_gpus() if "cuda" in devices else [], list(dict.fromkeys(notices)))
 

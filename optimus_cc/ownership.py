@@ -90,6 +90,15 @@ def take(folder: Path) -> Ownership:
     return Ownership(folder, number, lock, file)
 
 
+def declare_over(folder: Path, pid: int, host: str) -> None:
+    """Say that an owner is over, for somebody who knows it from elsewhere: a scheduler has ended its job. Nothing
+    happens if it isn't the newest owner."""
+    number = max(_numbers(folder), default=1)
+    if (line := _LINE.fullmatch(_read(_path(folder, number)))) and (line[2], line[3]) == (str(pid), host):
+        with _path(folder, number).open("r+b") as file:
+            file.write(b"left")
+
+
 def holder_here(folder: Path) -> int | None:
     """Process on this host that holds the folder's lock right now; None if none does, or it can't be told which."""
     try:

@@ -15,6 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optimus_cc.records import read_json_object, replace_file, to_json
+
+_COPY_MARK = "code_version.json"
 PACKAGES = (
     "optimus-cc",
     "torch",
@@ -53,8 +56,10 @@ class CodeVersion:
 
 
 def code_version() -> CodeVersion:
-    """State of the repository that this file is tracked in."""
+    """State of the repository that this file is tracked in, or was when it was copied (:func:`mark_copy`)."""
     source = Path(__file__).resolve()
+    if (copied := read_json_object(source.parent.parent / _COPY_MARK)) is not None:
+        return CodeVersion(copied.get("commit"), bool(copied.get("dirty")), str(copied.get("diff", "")))
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return CodeVersion()  # installed from a wheel, perhaps inside somebody else's repository
     root = source.parent.parent
@@ -62,6 +67,12 @@ def code_version() -> CodeVersion:
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
     untracked = tuple((_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines())
     return CodeVersion(commit and commit.strip(), bool(diff or untracked), diff, untracked)
+
+
+def mark_copy(folder: Path, code: CodeVersion) -> None:
+    """Say in a copy of the code which state of the repository it is a copy of."""
+    record = {"commit": code.commit, "dirty": code.dirty, "diff": code.diff}
+    replace_file(folder / _COPY_MARK, to_json(record, indent=2) + "\n")
 
 
 def collect(code: CodeVersion) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 - ``summary.json``     the result, written by the trainer when it is through
 - ``trace.json``       one step as it was measured, if ``training.probes.trace_step`` asks for it
 - ``logs/``            ``rank_N.log``, what ranks report to their supervisor, and ``launcher.log`` of a queued run
+- ``slurm.json``      the job that runs it, if it was submitted to SLURM
 - ``checkpoints/``, ``evaluation/``
 - ``attempts/N/``      logs and metrics of attempts that did not finish
 - ``previous/N/``      finished results that ``force=true`` set aside
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 State = Literal["queued", "running", "preempted", "cancelled", "failed", "finished"]
 
+SCHEDULER_RECORD = "slurm.json"
+"""Which job of a scheduler the run is; it belongs to no attempt. Written by the launcher."""
 BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
 NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
 """The folders beside the run folders that hold something else."""
@@ -531,7 +534,7 @@ def _freeze(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, 
         notes.append(f"{folder.run_id} was finished; force=true: its results are kept in {place}")
     elif found is None or not found.never_began:
         # The records up to its checkpoint are this attempt's too: they stay, and the trainer cuts those after it.
-        stay = ("attempts", "previous", "checkpoints", "evaluation", folder.metrics_path.name)
+        stay = ("attempts", "previous", "checkpoints", "evaluation", SCHEDULER_RECORD, folder.metrics_path.name)
         place = _set_aside(folder, "attempts", keep=stay)
         if place is not None:
             if folder.metrics_path.exists():

@@ -40,6 +40,8 @@ Examples
                                             what it would start and take; starts nothing
   python run.py experiment=laptop/table_pretraining
                                             a table of the paper, small
+  python run.py +ablation=baseline,cb launcher=slurm
+                                            the sweep as jobs of SLURM: docs/slurm.md
   python run.py data=jsonl data.path=corpus.jsonl.zst data.label=corpus
   python run.py --cfg job model=gpt_mini    show the configuration, with all its keys; start nothing
 

@@ -17,7 +17,7 @@ from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.fingerprint import fingerprint
-from optimus_cc.config.launcher import LauncherConfig
+from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
@@ -62,7 +62,7 @@ class RunConfig:
     training: TrainingConfig
     cluster: ClusterConfig
     benchmark: BenchmarkConfig = NoBenchmarkConfig()
-    launcher: LauncherConfig = LauncherConfig()
+    launcher: AnyLauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
     runs_dir: str = "runs"
     """Folder that holds the run folders."""
@@ -197,7 +197,7 @@ class RunConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Everything wrong with this configuration, group by group and then across groups."""
-        for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer):
+        for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer, self.launcher):
             yield from group.problems()
         yield from self._layout_problems()
         yield from self._batch_problems()
@@ -254,6 +254,9 @@ class RunConfig:
         starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":
             yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")
+        elif starts_ranks and self.launcher.name != "local" and self.task.name != "train":
+            fix = "launcher=local, on a node of the cluster"
+            yield Problem("task.name", self.task.name, "task=train with launcher=slurm", fix)
         elif (
             starts_ranks and self.launcher.name == "local" and self.cluster.num_nodes > 1 and not self.launcher.dry_run
         ):

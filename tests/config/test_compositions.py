@@ -286,6 +286,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "tokenizer=gpt2": f"tokenizer.vocab_file={corpus} tokenizer.merges_file={corpus}",
         "tokenizer=huggingface": f"tokenizer.path={tmp_path}",
         "cluster=a100_hdr200": "cluster.num_nodes=1",
+        "cluster=h100_ndr400": "cluster.num_nodes=1",
         "technique=baseline": "parallel=single",
         **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
         **{f"ablation={name}": "parallel=pp4_dp2" for name in DIFFERENCES if name.startswith("sc_")},

@@ -83,7 +83,7 @@ def recipe(tmp_path: Path, params: str) -> tuple[str, str, str]:
     file = tmp_path / "conf" / "experiment" / "recipe.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {{{params}}}}}}}\n")
-    return "--config-dir", str(tmp_path / "conf"), "+experiment=recipe"
+    return "--config-dir", str(tmp_path / "conf"), "experiment=recipe"
 
 
 def test_a_configuration_may_ask_for_a_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

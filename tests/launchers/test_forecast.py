@@ -119,7 +119,7 @@ def test_what_does_not_fit_here_can_be_planned(tmp_path: Path) -> None:
         one(LARGE)
     text = dry_run([one(f"{LARGE} launcher.dry_run=true runs_dir={tmp_path}")])
     assert re.search(r"start +128 +16 ", text)
-    assert "needs a SLURM launcher" in text
+    assert "needs launcher=slurm" in text
     assert "on this machine it can't run" in dry_run([one(f"training.device=cuda runs_dir={tmp_path}")])
 
 

@@ -1,0 +1,140 @@
+"""What SLURM is asked for, as text; needs no SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launchers.slurm.resources import Part, Resources, parts
+from launchers.slurm.script import Place, after_script, array_script, srun_command
+from optimus_cc.config import ConfigError, compose
+from optimus_cc.config.launcher import ContainerConfig, SlurmConfig
+
+GOLDEN = Path(__file__).with_name("golden")
+PLACE = Path("/shared/runs/.slurm/1a2b3c4d")
+HERE = Place(Path("/shared/optimus-cc"), Path("/home/me/my work"), "/shared/venv/bin/python")
+PLAIN = Resources(1, 4, False, SlurmConfig())
+EVERYTHING = Resources(
+    16,
+    8,
+    True,
+    SlurmConfig(
+        partition="gpu",
+        account="me",
+        qos="long",
+        constraint="h100&ib",
+        time_limit_h=24.0,
+        cpus_per_rank=12,
+        memory_per_node_gb=1000.5,
+        exclusive=True,
+        mail="me@example.org",
+        modules=("cuda/12.8", "nccl"),
+        setup=("export NCCL_SOCKET_IFNAME=ib0",),
+        container=ContainerConfig(
+            engine="pyxis", image="/images/pytorch.sqsh", mounts=("/shared:/shared", "/data:/data")
+        ),
+        sbatch=("--reservation=mine", "--contiguous"),
+        srun=("--cpu-bind=none",),
+    ),
+)
+SHORT = Resources(2, 2, False, SlurmConfig(time_limit_h=2 / 60, sbatch=("--no-requeue",)))
+SCRIPTS = {
+    "plain": array_script(PLAIN, Part(1, None), PLACE / "array_1.runs", HERE),
+    "everything": array_script(EVERYTHING, Part(12, 4), PLACE / "array_2.runs", HERE),
+    "two_minutes": array_script(SHORT, Part(3, None), PLACE / "array_1.runs", HERE),
+    "after": after_script(EVERYTHING, PLACE / "after.out", ["python -m analysis table /shared/runs a b"], HERE),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_golden_scripts(name: str) -> None:
+    assert SCRIPTS[name] == (GOLDEN / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+
+
+def test_srun() -> None:
+    assert srun_command(SHORT, ["python", "-m", "x"]) == [
+        *("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=2"),
+        *("--kill-on-bad-exit=1", "--unbuffered", "python", "-m", "x"),
+    ]
+    everything = srun_command(EVERYTHING, ["python"])
+    assert everything[4:6] == ["--cpus-per-task=96", "--gpus-per-node=8"]
+    assert everything[-4:] == [
+        *("--container-image=/images/pytorch.sqsh", "--container-mounts=/shared:/shared,/data:/data"),
+        *("--cpu-bind=none", "python"),
+    ]
+    container = ContainerConfig(engine="apptainer", image="x.sif", mounts=("/a:/a",))
+    assert srun_command(Resources(1, 8, True, SlurmConfig(container=container)), ["python"])[-7:] == [
+        *("apptainer", "exec", "--nv", "--bind", "/a:/a", "x.sif", "python"),
+    ]
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=5), st.integers(1, 50), st.none() | st.integers(1, 60))
+def test_arrays(sizes: list[int], largest: int, most: int | None) -> None:
+    groups = parts(sizes, largest, most)
+    assert [sum(part.size for part in group) for group in groups] == sizes
+    flat = [part for group in groups for part in group]
+    assert all(1 <= part.size <= largest for part in flat)
+    if most is None:
+        assert all(part.throttle is None and part.after is None for part in flat)
+        return
+    at_once: dict[int, list[int]] = {}  # of each chain of arrays, of which one runs at a time
+    for index, part in enumerate(flat):
+        chain = at_once[part.after] if part.after is not None else []
+        chain.append(min(part.size, part.throttle or part.size))
+        at_once[index] = chain
+    chains = {id(chain): max(chain) for chain in at_once.values()}
+    assert sum(chains.values()) <= most
+    assert sum(chains.values()) == min(most, sum(sizes)) or any(part.throttle for part in flat)
+
+
+def config(*overrides: str) -> Any:
+    arguments, _ = compose.parse([*overrides, "launcher=slurm"])
+    return compose.compose(arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "num_nodes", "expected"),
+    [(16, 1, (1, 8)), (4, 2, (2, 4)), (3, 4, (4, 2)), (1, 8, (8, 1))],
+)
+def test_ranks_are_shared_out_evenly(ranks_per_node: int, num_nodes: int, expected: tuple[int, int]) -> None:
+    cluster = (f"cluster.ranks_per_node={ranks_per_node}", f"cluster.num_nodes={num_nodes}")
+    (one,) = config("parallel=pp4_dp2", *cluster)
+    resources = Resources.of(one)
+    assert (resources.nodes, resources.ranks_per_node) == expected
+
+
+def test_ranks_that_can_not_be_shared_out() -> None:
+    (one,) = config("parallel=pp4_dp2", "cluster.ranks_per_node=3", "cluster.num_nodes=3")
+    with pytest.raises(ConfigError, match="share out evenly"):
+        Resources.of(one)
+
+
+def test_a_sweep_needs_no_flag() -> None:
+    assert len(config("training.seed=1,2,3")) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("launcher.time_limit_h=0.01", "at least a minute"),
+        ("launcher.container.engine=pyxis", "launcher.container.image"),
+        ("launcher.sbatch=['--time=3']", "launcher.time_limit_h=HOURS"),
+        ("launcher.srun=[x]", "in the form --NAME"),
+        ("launcher.after=[evaluate]", "no task=evaluate yet"),
+        ("task=benchmark", "task=train"),
+    ],
+)
+def test_wrong_settings(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(override)
+    assert said in str(error.value)
