@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from optimus_cc import tasks
+from optimus_cc import command, tasks
 from optimus_cc.config import ConfigError, compose
 from optimus_cc.config.help import help_text
 
@@ -25,6 +25,9 @@ def job(composed: DictConfig) -> dict[str, Any]:
     config = load(compose.plain(composed))
     try:
         return tasks.resolve(config.task.name)(config)
+    except BrokenPipeError:
+        command.nobody_reads()
+        return {}
     except RunFailed as failure:
         print(failure, file=sys.stderr)
         # Somebody asked for an end: the rest of a sweep ends too. A single run has no rest, and Hydra nothing to add.
@@ -73,4 +76,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -49,6 +49,9 @@ class OptimusLauncher(Launcher):
             outcomes = run_all(configs)
         if any(outcome.interrupted for outcome in outcomes):
             sys.exit(exit_code(outcomes))
+        for outcome in outcomes:
+            if outcome.error is not None:  # the first of them that the sweeper meets ends the program
+                outcome.error.exit_code = exit_code(outcomes)
         if any(config.launcher.dry_run for config in configs) and not uses_basic_sweeper(self.config):
             print("This is the first batch; what comes next depends on its results.")
             sys.exit(0)

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "end runs",
         "Ends runs at once: those that run on this machine, and those that are queued. Says of others where they run.",
     )
-    one.add_argument("filter", metavar="FILTER", help=FILTER)
+    one.add_argument("filter", type=_filter, metavar="FILTER", help=FILTER)
     one.add_argument("--save", action="store_true", help="save at the next step, and stop then")
 
     one = command(
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "start runs again that did not finish",
         "Starts runs again, from the configuration in their folders and from their newest checkpoints.",
     )
-    one.add_argument("filter", nargs="?", metavar="FILTER", help=f"{FILTER}; default: all")
+    one.add_argument("filter", nargs="?", type=_filter, metavar="FILTER", help=f"{FILTER}; default: all")
     which = one.add_argument_group("which ones, at least one of")
     which.add_argument("--failed", action="store_true", help="those that failed, or whose supervisor is gone")
     which.add_argument("--preempted", action="store_true", help="those that were asked to save and stop")
@@ -82,14 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         "Lists the checkpoints of finished runs that would go, and removes them when told to with --yes. "
         "The newest one of each run stays unless --all is given; runs that are not finished are left alone.",
     )
-    one.add_argument("filter", nargs="?", default="*", metavar="FILTER", help="run ids, * and ? match; default: all")
+    one.add_argument("filter", nargs="?", type=_filter, metavar="FILTER", help=f"{FILTER}; default: all")
     one.add_argument("--all", action="store_true", help="the newest checkpoint too: it can't be evaluated any more")
     one.add_argument("--yes", action="store_true", help="remove what is listed")
     return parser
 
 
 def _add_choice(one: argparse.ArgumentParser) -> None:
-    one.add_argument("filter", nargs="?", metavar="FILTER", help=f"{FILTER}; default: all")
+    one.add_argument("filter", nargs="?", type=_filter, metavar="FILTER", help=f"{FILTER}; default: all")
     one.add_argument("--state", type=_states, default=[], metavar="STATE,...", help=f"one of {', '.join(STATES)}")
 
 
@@ -130,6 +130,13 @@ def _clean(options: argparse.Namespace) -> int:
     from launchers import clean
 
     return clean.clean(options.runs_dir, options.filter, everything=options.all, remove=options.yes)
+
+
+def _filter(text: str) -> str:
+    """Not an empty one, which every id contains: it comes from a variable that isn't set."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; '*' matches all")
+    return text
 
 
 def _states(text: str) -> list[str]:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import fnmatch
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from launchers.status import Run, select
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.runs import RunFolder
 
 
-def clean(runs_dir: Path, pattern: str, *, everything: bool, remove: bool) -> int:
-    """List, or remove, checkpoints of the finished runs whose ids match ``pattern``.
+def clean(runs_dir: Path, pattern: str | None, *, everything: bool, remove: bool) -> int:
+    """List, or remove, checkpoints of the finished runs whose ids match.
 
     Args:
+        pattern: see :func:`launchers.status.select`.
         everything: the newest checkpoint of a run too.
         remove: remove them; otherwise they are only listed.
 
     Returns:
-        the exit code: 1 if there is no such folder, or something could not be removed.
+        the exit code: 1 if something could not be removed.
+
+    Raises:
+        NothingFound: there are no such runs.
     """
-    if not runs_dir.is_dir():
-        print(f"error: there is no folder {runs_dir}", file=sys.stderr)
-        return 1
+    finished = [run for run in select(runs_dir, pattern) if run.state == "finished"]
     total = count = failed = 0
-    for run_id, found in _doomed(runs_dir, pattern, everything):
+    for run_id, found in _doomed(finished, everything):
         size = found.nbytes
         try:
             if remove:
@@ -46,15 +48,10 @@ def clean(runs_dir: Path, pattern: str, *, everything: bool, remove: bool) -> in
     return 1 if failed else 0
 
 
-def _doomed(runs_dir: Path, pattern: str, everything: bool) -> Iterator[tuple[str, Checkpoint]]:
-    for path in sorted(runs_dir.iterdir()):
-        folder = RunFolder(path)
-        if not fnmatch.fnmatchcase(path.name, pattern) or not folder.exists():
-            continue
-        status = folder.status()
-        if status is None or status.state != "finished":
-            continue
-        newest = checkpoints.newest(folder.checkpoints)
-        for found in checkpoints.all_in(folder.checkpoints):
+def _doomed(finished: Sequence[Run], everything: bool) -> Iterator[tuple[str, Checkpoint]]:
+    for run in finished:
+        place = RunFolder(run.folder).checkpoints
+        newest = checkpoints.newest(place)
+        for found in checkpoints.all_in(place):
             if everything or found != newest:
-                yield path.name, found
+                yield run.run_id, found

@@ -98,7 +98,11 @@ def select(runs_dir: Path, pattern: str | None = None, states: Sequence[str] = (
     except OSError as error:
         why = "there is no folder" if isinstance(error, FileNotFoundError) else f"{error.strerror}:"
         raise NothingFound(f"{why} {runs_dir}") from None
-    runs = laid_over([read(folder) for folder in folders if folder.exists()], read, ABANDONED)
+    runs = laid_over(
+        [read(folder) for folder in folders if folder.exists() or not os.access(folder.path, os.R_OK | os.X_OK)],
+        read,
+        ABANDONED,
+    )
     chosen = [run for run in runs if not states or run.state in states]
     if not chosen:
         conditions = [f"matches {pattern!r}"] if pattern else []
@@ -117,6 +121,8 @@ def read(folder: RunFolder) -> Run:
     run_id, path = _text(folder.run_id) or "", _text(str(folder.path)) or ""
     found = folder.status()
     if found is None:
+        if not os.access(folder.path, os.R_OK | os.X_OK):
+            return Run(run_id, path, UNKNOWN, "its folder can't be read")
         there = os.path.lexists(folder.status_path)
         return Run(run_id, path, UNKNOWN, "its status can't be read" if there else "it has no status yet")
     state = ABANDONED if found.abandoned else found.state

@@ -88,8 +88,11 @@ class Outcome:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """0 if all are finished, else 130 if any was cancelled, else 75 if any was preempted, else 1."""
-    return max((outcome.error.exit_code for outcome in outcomes if outcome.error is not None), default=0)
+    """0 if all are finished; of a sweep that was stopped 130 (at once) or 75 (they saved); else 1 if any failed, else
+    that of runs which were ended one by one: 130 cancelled, 75 preempted."""
+    codes = {outcome.error.exit_code for outcome in outcomes if outcome.error is not None}
+    stopped = any(outcome.interrupted for outcome in outcomes)
+    return RunFailed.exit_code if RunFailed.exit_code in codes and not stopped else max(codes, default=0)
 
 
 def job_command(folder: RunFolder) -> list[str]:
@@ -315,7 +318,10 @@ class _Sweep:
         if self._stop.at_once and self._at_once_at is None:
             self._at_once_at = now
             self._say(f"{self._stop.reason}: the running ones end now; nothing more starts")
-            self._signal(signal.SIGHUP if self._stop.reason == "SIGHUP" else signal.SIGINT)
+            # A job that has been asked to save takes a second SIGTERM for this, and tells the reason as it was.
+            asked_before = self._asked_at < now and self._stop.reason not in ("Ctrl-C", "SIGHUP")
+            at_once = signal.SIGHUP if self._stop.reason == "SIGHUP" else signal.SIGINT
+            self._signal(signal.SIGTERM if asked_before else at_once)
         if self._at_once_at is not None:
             for job in self._running:
                 if now - self._at_once_at > job.planned.config.launcher.stop_grace_s + _KILL_AFTER_S:

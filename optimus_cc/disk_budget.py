@@ -31,7 +31,8 @@ def checkpoint_nbytes(config: RunConfig) -> int:
 
 def most_nbytes(config: RunConfig) -> int:
     """Bytes of all checkpoints that a run has at a time: the oldest one goes when the newest is complete."""
-    return checkpoint_nbytes(config) * (config.training.checkpoint.keep_last + 1)
+    training = config.training
+    return checkpoint_nbytes(config) * min(training.checkpoint.keep_last + 1, training.steps)
 
 
 def free_nbytes(folder: Path) -> int:

@@ -7,14 +7,16 @@ JSON has no NaN and no infinity. Here a non-finite float is written as the strin
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
 import os
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEMPORARY_NUMBERS = itertools.count()
@@ -55,7 +57,8 @@ def replace_file(path: Path, content: str) -> None:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None if the file is missing, unreadable or something else."""
     try:
-        value = from_json(path.read_bytes())
+        with _open(path) as file:
+            value = from_json(file.read())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -85,7 +88,7 @@ class JsonLinesTail:
     def new_records(self) -> list[dict[str, Any]]:
         """Complete records since the last call; lines that aren't JSON objects are skipped."""
         try:
-            with self.path.open("rb") as file:
+            with _open(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
                     self._offset = 0  # the file was replaced or cut
                 file.seek(self._offset)
@@ -100,7 +103,7 @@ class JsonLinesTail:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Complete records of a file, first to last."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             for line in file:
                 if line.endswith(b"\n") and (record := _record(line)) is not None:
                     yield record
@@ -116,7 +119,7 @@ def json_lines_from_end(path: Path, most_bytes: float = math.inf) -> Iterator[di
     """
     block, rest, ended = 64 * 1024, b"", False
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             size = start = file.seek(0, os.SEEK_END)
             while start > 0 and size - start < most_bytes:
                 end, start = start, max(0, start - block)
@@ -140,6 +143,19 @@ def last_json_line(path: Path, **wanted: Any) -> dict[str, Any] | None:
         if all(record.get(key) == value for key, value in wanted.items()):
             return record
     return None
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file for reading; what isn't one is an OSError: a pipe that nobody writes to would be waited for."""
+    return open(path, "rb", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    file = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a file", path)
+    return file
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

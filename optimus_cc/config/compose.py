@@ -166,7 +166,10 @@ class _Composer:
     def _load(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         key = (mode.name, *overrides)
         if key not in self.loaded:
-            self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
+            try:
+                self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
+            except (AttributeError, TypeError) as error:  # what it says of some values of its own keys
+                raise ValueError(str(error)) from error
         return self.loaded[key]
 
     def runs(self, multirun: bool) -> list[list[str]]:
@@ -297,7 +300,11 @@ class _Composer:
         if problems:
             return problems
         key = str(getattr(error, "full_key", None) or "command line")
-        lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if isinstance(error, yaml.YAMLError):  # what, and in which line of which file
+            lines = [" ".join(lines)]
+        elif lines[0].endswith(":"):
+            lines = [" ".join(lines[:2])]
         said = " ".join(overrides) or "(no overrides)"
         return [Problem(key, said, f"Hydra says: {lines[0]}", "see python run.py --help")]
 

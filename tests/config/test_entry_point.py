@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -176,3 +177,15 @@ def test_a_bug_stays_a_bug(monkeypatch: pytest.MonkeyPatch, seed: int, error: ty
 def test_tasks_are_importable_by_name() -> None:
     for name in tasks.TASKS:
         assert callable(tasks.resolve(name))
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("launcher.dry_run=true",)])
+def test_nobody_reads_what_it_says(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, str(RUN), *arguments]
+        result = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -32,6 +32,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("tracking.mode=online", "tracking.mode", "it is a key of tracking=wandb"),
     ("hydra/launcher=slurm", "hydra/launcher", "one of basic"),
     ("hydra.nope=1", "command line", "hydra.nope"),
+    ("-m 'hydra.sweeper.params={training.seed: 1}'", "command line", "Hydra says"),
     ("a@b=c", "a@b", "an existing key"),
     # options and keys that are said in the wrong way
     ("ablation=cb", "ablation", "fix:     +ablation=cb"),

@@ -35,6 +35,8 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 time.sleep(1000)
 """
 """Until somebody ends it; asked to stop at a step boundary, it does."""
+DEAF = WAIT.replace("os._exit(75)", "None").replace("time.sleep(1000)", "while True: time.sleep(1)")
+"""Until it is killed: its step never ends."""
 
 _JOB = """
 import os, sys

@@ -72,6 +72,13 @@ def test_all_of_them(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
     assert "nothing to remove" in capsys.readouterr().out
 
 
+def test_a_filter_that_matches_nothing(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clean", "nope", "--yes", "--runs-dir", str(tmp_path)]) == 1
+    assert "matches 'nope'" in capsys.readouterr().err
+
+
 def test_no_such_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clean", "--runs-dir", str(tmp_path / "nowhere")]) == 1
     assert "there is no folder" in capsys.readouterr().err

@@ -141,6 +141,34 @@ def test_any_value_of_any_field(value: Any, tmp_path: Path, capsys: pytest.Captu
     assert json.loads(shown(capsys, tmp_path, "--json"))["counts"] == {"failed": 8}
 
 
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path, "a", "running", step=1, records=1)
+    folder.config_path.touch()
+    (folder.path / name).unlink()
+    os.mkfifo(folder.path / name)
+    (run,) = json.loads(shown(capsys, tmp_path, "--json"))["runs"]
+    assert run["loss"] is None
+    assert folder.status() is None or (list(folder.metrics()) == [] and folder.latest("train") is None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_that_can_not_be_read_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "a", "failed").path.chmod(0)
+    assert "its folder can't be read" in shown(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "cancel", "resubmit", "clean"])
+def test_an_empty_filter_is_refused(command: str, some: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes from a variable that isn't set, and would match every run."""
+    with pytest.raises(SystemExit) as caught:
+        main([command, "", "--runs-dir", str(some)])
+    assert caught.value.code == 2
+    assert "it is empty" in capsys.readouterr().err
+
+
 def test_folders_of_all_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path, "a", "failed")
     for name in ("empty", "benchmarks", ".hidden", "b", "c/status.json"):

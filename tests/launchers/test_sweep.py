@@ -202,7 +202,7 @@ def engine(
     runs_dir: Path, place: Path, environment: dict[str, str], *, script: str = "WAIT", parallel: int = 1, seeds: str
 ) -> subprocess.Popen[str]:
     place.mkdir(exist_ok=True)
-    code = _ENGINE.format(names="FINISH, WAIT", parallel=parallel, script=script, seeds=seeds)
+    code = _ENGINE.format(names="DEAF, FINISH, WAIT", parallel=parallel, script=script, seeds=seeds)
     return subprocess.Popen(
         [sys.executable, "-c", code, str(runs_dir), str(place)],
         cwd=ROOT,
@@ -247,6 +247,24 @@ def test_stopping_a_sweep(number: signal.Signals, state: str, code: int, runs_di
     assert [state_of(config)[2] for config in configs] == [1] * parallel + [0]
 
 
+def test_a_second_sigterm_ends_it_at_once_and_is_named(runs_dir: Path, tmp_path: Path) -> None:
+    environment = marked_environment()
+    process = engine(runs_dir, tmp_path / "a", environment, script="DEAF", seeds="(1,)")
+    try:
+        eventually(lambda: started(runs_dir), "it runs")
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        while "save and stop" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert state_of(configuration(runs_dir)) == ("cancelled", "cancelled by SIGTERM", 0)
+    assert_none_left(environment["TEST_MARK"])
+
+
 def test_two_submissions_at_once(runs_dir: Path, tmp_path: Path) -> None:
     environment = marked_environment()
     engines = [
@@ -265,13 +283,15 @@ def test_two_submissions_at_once(runs_dir: Path, tmp_path: Path) -> None:
 def test_exit_codes(runs_dir: Path) -> None:
     queue(configuration(runs_dir))
 
-    def code(*errors: RunFailed | None) -> int:
+    def code(*errors: RunFailed | None, stopped: bool = False) -> int:
         (planned,) = plan([configuration(runs_dir)])
-        return exit_code([Outcome(planned, error) for error in errors])
+        return exit_code([Outcome(planned, error, interrupted=stopped) for error in errors])
 
     assert code() == code(None) == 0
     assert code(None, RunFailed("x")) == code(RunBusy("x")) == 1
-    assert code(RunFailed("x"), RunPreempted("x")) == 75
-    assert code(RunPreempted("x"), RunCancelled("x"), RunFailed("x")) == 130
+    assert code(RunPreempted("x"), RunCancelled("x"), RunFailed("x")) == 1
+    assert code(RunPreempted("x"), RunCancelled("x")) == 130
+    assert code(RunFailed("x"), RunPreempted("x"), stopped=True) == 75
+    assert code(RunPreempted("x"), RunCancelled("x"), RunFailed("x"), stopped=True) == 130
     (planned,) = plan([configuration(runs_dir)])
     assert math.isnan(Outcome(planned).value())
