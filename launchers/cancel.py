@@ -14,7 +14,8 @@ from typing import Literal
 
 from launchers.status import NothingFound, read, select
 from optimus_cc import ownership
-from optimus_cc.runs import RunFailed, RunFolder, withdraw
+from optimus_cc.claims import withdraw
+from optimus_cc.runs import RunFailed, RunFolder
 
 CAUSE = "cancelled before it began"
 WAIT_S = 30.0

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from launchers import local
 from optimus_cc import process
+from optimus_cc.claims import Claim, claim_queued, withdraw
 from optimus_cc.config import ConfigError, RunConfig
-from optimus_cc.runs import Claim, RunBusy, RunFailed, RunFolder, claim_queued, withdraw
+from optimus_cc.runs import RunBusy, RunFailed, RunFolder
 
 EXIT_BUSY = 69
 """EX_UNAVAILABLE."""

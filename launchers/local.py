@@ -18,9 +18,10 @@ from typing import Any
 from launchers.progress import Progress, format_summary
 from launchers.supervise import Stop, last_lines, supervise
 from optimus_cc import checkpoints, disk_budget, process
+from optimus_cc.claims import Claim, claim
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.records import JsonLinesTail
-from optimus_cc.runs import HEARTBEAT_S, Claim, RunCancelled, RunFailed, RunFolder, RunPreempted, claim
+from optimus_cc.runs import HEARTBEAT_S, RunCancelled, RunFailed, RunFolder, RunPreempted
 
 STATUS_INTERVAL_S = 1.0
 

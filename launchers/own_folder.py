@@ -12,9 +12,10 @@ from launchers.local import relative, run_ranks
 from launchers.progress import Progress
 from launchers.supervise import Stop
 from optimus_cc import provenance
+from optimus_cc.claims import write_origin
 from optimus_cc.config import RunConfig
 from optimus_cc.records import JsonLinesTail
-from optimus_cc.runs import RunFailed, RunFolder, write_origin
+from optimus_cc.runs import RunFailed, RunFolder
 
 
 def make_folder(config: RunConfig, parent: str, stem: str) -> RunFolder:

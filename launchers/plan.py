@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from optimus_cc import checkpoints
+from optimus_cc.claims import check_same_experiment
 from optimus_cc.config import RunConfig
-from optimus_cc.runs import RunConflict, RunFolder, check_same_experiment
+from optimus_cc.runs import RunConflict, RunFolder
 
 Action = Literal["start", "resume", "finished", "elsewhere", "twice", "refused"]
 

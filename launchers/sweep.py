@@ -25,17 +25,9 @@ from launchers.plan import Planned, count, plan
 from launchers.progress import duration, number
 from launchers.supervise import Guard, Stop, last_lines, num_cores
 from optimus_cc import process, provenance
+from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, Problem, RunConfig
-from optimus_cc.runs import (
-    FAILURES,
-    RunBusy,
-    RunCancelled,
-    RunFailed,
-    RunFolder,
-    RunPreempted,
-    queue,
-    withdraw,
-)
+from optimus_cc.runs import FAILURES, RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
 
 POLL_S = 0.1
 NEVER_BEGAN = "the sweep was stopped before it began"

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from optimus_cc import ownership, provenance
+from optimus_cc.claims import claim
 from optimus_cc.config import RunConfig
 from optimus_cc.ownership import STALE_S, Held, take
 from optimus_cc.provenance import CodeVersion
-from optimus_cc.runs import RunBusy, RunFolder, Status, claim
+from optimus_cc.runs import RunBusy, RunFolder, Status
 from tests.configurations import tiny
 
 HOSTS = 8

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc import provenance
+from optimus_cc.claims import claim, claim_queued, queue, withdraw
 from optimus_cc.config import RunConfig, load
 from optimus_cc.provenance import CodeVersion, code_version
 from optimus_cc.records import (
@@ -32,19 +33,7 @@ from optimus_cc.records import (
     replace_file,
     to_json,
 )
-from optimus_cc.runs import (
-    RunBusy,
-    RunCancelled,
-    RunConflict,
-    RunFailed,
-    RunFolder,
-    Status,
-    claim,
-    claim_queued,
-    queue,
-    traffic_per_step,
-    withdraw,
-)
+from optimus_cc.runs import RunBusy, RunCancelled, RunConflict, RunFailed, RunFolder, Status, traffic_per_step
 from tests.configurations import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -434,7 +423,7 @@ def test_what_is_no_part_of_the_experiment_may_change(config: RunConfig) -> None
 
 _HOLD = """
 import dataclasses, sys
-from optimus_cc.runs import claim
+from optimus_cc.claims import claim
 from tests.configurations import tiny
 with claim(dataclasses.replace(tiny("pp2"), runs_dir=sys.argv[1])):
     print("held", flush=True)

@@ -17,7 +17,8 @@ from launchers.slurm import commands, record
 from launchers.slurm.commands import Job, SlurmError
 from launchers.supervise import Stop
 from launchers.sweep import Outcome
-from optimus_cc.runs import FAILURES, RunCancelled, RunFailed, RunPreempted, withdraw
+from optimus_cc.claims import withdraw
+from optimus_cc.runs import FAILURES, RunCancelled, RunFailed, RunPreempted
 
 FIRST_LOOK_S = 1.0
 LONGEST_S = 30.0

@@ -30,17 +30,10 @@ from launchers.slurm.resources import Resources
 from launchers.slurm.script import srun_command
 from launchers.supervise import PatientStop, Stop, last_lines
 from optimus_cc import ownership
+from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
-from optimus_cc.runs import (
-    RunBusy,
-    RunCancelled,
-    RunFailed,
-    RunFolder,
-    RunPreempted,
-    queue,
-    withdraw,
-)
+from optimus_cc.runs import RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
 
 SCANCEL = "scancel"
 _POLL_S = 0.2

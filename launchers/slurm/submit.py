@@ -20,10 +20,11 @@ from launchers.slurm.resources import Part, Resources, parts
 from launchers.slurm.script import Place, array_script
 from launchers.sweep import Outcome
 from optimus_cc import provenance
+from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.records import replace_file
-from optimus_cc.runs import RunBusy, RunFailed, queue, withdraw
+from optimus_cc.runs import RunBusy, RunFailed
 
 _TOGETHER = ("max_parallel", "dry_run", "wait", "after", "copy_code")
 """Keys that are about a whole submission."""

@@ -17,8 +17,9 @@ import pytest
 
 from launchers import cancel
 from launchers.__main__ import main
+from optimus_cc.claims import claim, queue
 from optimus_cc.config import ConfigError, Problem, RunConfig
-from optimus_cc.runs import RunFolder, Status, claim, queue
+from optimus_cc.runs import RunFolder, Status
 from tests.configurations import tiny
 
 ROOT = Path(__file__).parents[2]

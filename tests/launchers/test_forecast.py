@@ -14,8 +14,8 @@ from launchers.forecast import dry_run, forecasts
 from launchers.plan import plan
 from launchers.sweep import exit_code, run_all
 from optimus_cc import disk_budget
+from optimus_cc.claims import claim, queue
 from optimus_cc.config import ConfigError, RunConfig
-from optimus_cc.runs import claim, queue
 from tests.config.command_line import composed, one
 from tests.launchers.jobs import configuration, folder_of
 

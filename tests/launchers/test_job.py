@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from optimus_cc.runs import claim, queue, withdraw
+from optimus_cc.claims import claim, queue, withdraw
 from tests.config.command_line import one
 from tests.launchers.jobs import FAIL, WAIT, command_of, configuration, folder_of, state_of
 from tests.launchers.processes import ROOT

@@ -16,8 +16,9 @@ import pytest
 from launchers import sweep
 from launchers.plan import plan
 from launchers.sweep import NEVER_BEGAN, Outcome, exit_code, run_all
+from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError
-from optimus_cc.runs import RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted, queue, withdraw
+from optimus_cc.runs import RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
 from tests.launchers.jobs import FAIL, FINISH, WAIT, command_of, configuration, folder_of, started, state_of
 from tests.launchers.processes import ROOT, assert_none_left, eventually, marked_environment
 
