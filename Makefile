@@ -20,7 +20,7 @@ reproduce: $(INSTALLED)
 	@$(RUN) -m analysis table
 
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

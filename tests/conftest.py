@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.ranks import RankPool
@@ -17,10 +19,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-seeds",
         type=_numbers,
-        default=range(2),
+        default=range(1, 2),
         metavar="FIRST-LAST",
-        help="seeds of the random kills in the tests of resuming (default: 0-1)",
+        help="seeds of the random kills in the tests of resuming (default: 1-1)",
     )
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each test's parameters only the first and every N-th after it (default: 1, all)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("--every")
+    seen: Counter[str] = Counter()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (left_out if seen[name] % every else kept).append(item)
+        seen[name] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def _numbers(text: str) -> range:
