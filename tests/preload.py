@@ -11,4 +11,6 @@ from optimus_cc.training import cpu  # noqa: E402
 
 cpu.enable()
 
+import torch._dynamo  # noqa: E402, F401  # what the first optimizer of a process loads otherwise
+
 import optimus_cc.training.loop  # noqa: E402, F401
