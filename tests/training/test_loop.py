@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -144,3 +145,15 @@ def test_perplexity_of_what_is_no_number_is_none() -> None:
     assert math.isnan(perplexity(math.nan))
     assert math.isinf(perplexity(1e4))
     assert perplexity(0.0) == 1.0
+
+
+def _loaded_by_training(config: RunConfig) -> list[str]:
+    before = set(sys.modules)
+    train_ours(config)
+    return sorted(set(sys.modules) - before)
+
+
+def test_test_ranks_share_what_they_load(ranks: RankPool) -> None:
+    """What tests.preload lacks every rank of every test loads anew, which once took longer than all else they did."""
+    for loaded in ranks.run(2, _loaded_by_training, tiny("pp2", steps=1)):
+        assert len(loaded) < 40, loaded
