@@ -46,7 +46,7 @@ def tiny(
     layout: str | dict[str, Any] = "single",
     technique: dict[str, Any] | None = None,
     *,
-    steps: int = 3,
+    steps: int = 4,
     num_microbatches: int | None = None,
     micro_batch_size: int = 2,
     model: dict[str, Any] | None = None,
