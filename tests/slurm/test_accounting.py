@@ -27,7 +27,7 @@ def test_the_truth_is_in_the_accounts(sweeps: Sweeps, cluster: Cluster, capsys: 
     jobs = [until(partial(job_of, folder), "it is submitted") for folder in folders]
     until(lambda: (status := folders[2].status()) is not None and status.step > 0, "it trains")
     cluster.run("scancel", jobs[2])
-    assert follower.wait() == 130
+    assert follower.wait() == 1  # that one failed comes before that another was cancelled
 
     def forgotten() -> bool:
         return not cluster.run("squeue", "-h", "-t", "all", check=False).stdout.strip()
