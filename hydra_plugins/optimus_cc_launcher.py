@@ -47,11 +47,12 @@ class OptimusLauncher(Launcher):
             return [self._returned(job, self.task_function) for job, _ in jobs]
         with env_override(self.config.hydra.job.env_set):
             outcomes = run_all(configs)
+        code = exit_code(outcomes)
         if any(outcome.interrupted for outcome in outcomes):
-            sys.exit(exit_code(outcomes))
+            sys.exit(code)
         for outcome in outcomes:
             if outcome.error is not None:  # the first of them that the sweeper meets ends the program
-                outcome.error.exit_code = exit_code(outcomes)
+                outcome.error.exit_code = code
         if any(config.launcher.dry_run for config in configs) and not uses_basic_sweeper(self.config):
             print("This is the first batch; what comes next depends on its results.")
             sys.exit(0)

@@ -58,6 +58,13 @@ def run(folder: RunFolder, train: Callable[..., object] = local.train, begun: Ca
     return 0
 
 
+def go_where_it_was_composed(folder: RunFolder) -> None:
+    """Change to the folder that relative paths in a run's configuration start from, if it is there."""
+    place = (folder.provenance() or {}).get("working_directory")
+    if isinstance(place, str) and os.path.isdir(place):
+        os.chdir(place)
+
+
 def log_path(folder: RunFolder) -> Path:
     """What a queued run's supervisor prints."""
     return folder.logs / "launcher.log"
@@ -82,10 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not folder.exists():
         print(f"error: there is no run in {folder.path}", file=sys.stderr)
         return 2
-    # Paths in the configuration are meant from where it was composed.
-    place = (folder.provenance() or {}).get("working_directory")
-    if isinstance(place, str) and os.path.isdir(place):
-        os.chdir(place)
+    go_where_it_was_composed(folder)
     return run(folder)
 
 

@@ -68,6 +68,17 @@ class Outcome:
         loss = validation.get("loss") if isinstance(validation, dict) else None
         return float(loss) if isinstance(loss, (int, float)) else math.nan
 
+    def __str__(self) -> str:
+        result = f": {self.error.cause}" if self.error is not None else ""
+        if self.state == "finished":
+            result = f"  validation loss {number(self.validation_loss)}"
+        return f"{self.state:<9}  {self.folder.run_id}{result}"
+
+    def logs(self) -> list[str]:
+        """A line that says where its log is, if there is one."""
+        log = log_path(self.folder)
+        return [f"           log: {relative(log)}"] if log.exists() else []
+
     def value(self) -> float:
         """What is minimised: the final validation loss.
 
@@ -109,7 +120,7 @@ def run_all(
     Raises:
         ConfigError: one of them can't run on this machine; nothing was started.
     """
-    _check_together(configs)
+    check_together(configs, ("max_parallel", "dry_run"))
     if any(config.launcher.dry_run for config in configs):
         print(dry_run(configs))
         return [Outcome(planned) for planned in plan(configs)]
@@ -119,12 +130,15 @@ def run_all(
         return _Sweep(planned, machine, stop, job_command).run()
 
 
-def _check_together(configs: Sequence[RunConfig]) -> None:
-    for key in ("max_parallel", "dry_run"):
-        values = {getattr(config.launcher, key) for config in configs}
+def check_together(configs: Sequence[RunConfig], keys: Sequence[str]) -> None:
+    """Raises:
+    ConfigError: runs of a sweep say different things about one of the launcher's keys that are about all of it.
+    """
+    for key in keys:
+        values = {str(getattr(config.launcher, key)) for config in configs}
         if len(values) > 1:
-            said = ",".join(map(str, sorted(values)))
-            fix = f"launcher.{key}={max(values)}".lower()
+            fix = f"launcher.{key}=VALUE"
+            said = ",".join(sorted(values))
             raise ConfigError(Problem(f"launcher.{key}", said, "one value for all runs of a sweep", fix))
 
 
@@ -380,12 +394,11 @@ class _Sweep:
             if error.cause == NEVER_BEGAN:
                 never.append(outcome)
                 continue
-            self._say(f"{outcome.state:<9}  {outcome.folder.run_id}: {error.cause}")
-            log = log_path(outcome.folder)
+            self._say(str(outcome))
             if error.details:
                 self._say(error.details)
-            if log.exists():
-                self._say(f"           log: {relative(log)}")
+            for line in outcome.logs():
+                self._say(line)
         for outcome in never:
             self._say(f"not begun  {outcome.folder.run_id}")
         if any(outcome.error is not None for outcome in self._outcomes.values()):
@@ -396,10 +409,8 @@ class _Sweep:
     ) -> None:
         outcome = Outcome(one, error, skipped, interrupted=error is not None and self._stop.requested)
         self._outcomes[one.folder.path] = outcome
-        result = f": {error.cause}" if error is not None else ""
-        if outcome.state == "finished":
-            result = f"  validation loss {number(outcome.validation_loss)}  {duration(took_s)}"
-        self._say(f"{outcome.state:<9}  {one.folder.run_id}{result}")
+        took = f"  {duration(took_s)}" if outcome.state == "finished" else ""
+        self._say(f"{outcome}{took}")
 
     def _counts(self) -> Counter[str]:
         return Counter(

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.job import log_path
 from launchers.local import relative
 from launchers.overview import Overview, Watched
 from launchers.plan import Planned
-from launchers.progress import duration, number
+from launchers.progress import duration
 from launchers.slurm import commands, record
 from launchers.slurm.commands import Job, SlurmError
 from launchers.supervise import Stop
@@ -155,14 +154,8 @@ class _Follower:
         self._live.remove(one)
         outcome = Outcome(one.planned, error)
         self._outcomes[one.planned.folder.path] = outcome
-        run_id = one.planned.folder.run_id
-        if error is None:
-            self._overview.say(f"finished   {run_id}  validation loss {number(outcome.validation_loss)}")
-            return
-        log = log_path(one.planned.folder)
-        self._overview.say(f"{outcome.state:<9}  {run_id}: {error.cause}")
-        if log.exists():
-            self._overview.say(f"           log: {relative(log)}")
+        for line in (str(outcome), *(outcome.logs() if error is not None else ())):
+            self._overview.say(line)
 
     def _counts(self) -> Counter[str]:
         return Counter(outcome.state for outcome in self._outcomes.values())

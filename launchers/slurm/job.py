@@ -305,9 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     this = ThisJob.of_environment(options.runs)
     folder = record.read_runs(this.runs)[this.index]
-    working_folder = (folder.provenance() or {}).get("working_directory")
-    if isinstance(working_folder, str) and os.path.isdir(working_folder):
-        os.chdir(working_folder)  # what paths in the configuration are relative to
+    job.go_where_it_was_composed(folder)
     try:
         with PatientStop().on_signals() as stop:
             return run(folder, this, stop)

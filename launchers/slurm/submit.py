@@ -18,7 +18,7 @@ from launchers.slurm.commands import SlurmError
 from launchers.slurm.record import Record
 from launchers.slurm.resources import Part, Resources, parts
 from launchers.slurm.script import Place, array_script
-from launchers.sweep import Outcome
+from launchers.sweep import Outcome, check_together
 from optimus_cc import provenance
 from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, Problem, RunConfig
@@ -96,13 +96,7 @@ def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
 
 def _launcher(configs: Sequence[RunConfig]) -> SlurmConfig:
     launchers = [config.launcher for config in configs if isinstance(config.launcher, SlurmConfig)]
-    for key in _TOGETHER:
-        values = {str(getattr(launcher, key)) for launcher in launchers}
-        if len(values) > 1:
-            fix = f"launcher.{key}=VALUE"
-            raise ConfigError(
-                Problem(f"launcher.{key}", ",".join(sorted(values)), "one value for all runs of a sweep", fix)
-            )
+    check_together(configs, _TOGETHER)
     return launchers[0]
 
 
