@@ -215,6 +215,10 @@ def run_ranks(
     try:
         _watch(popen, this, resources.nodes, launcher, folder, stop, on_poll)
         _judge(popen, resources.nodes, folder, stop, log)
+    except RunPreempted:
+        if this.fate() == "cancelled":  # SLURM signals the ranks as well, and they may have ended before this looked
+            raise RunCancelled(f"cancelled by {SCANCEL}") from None
+        raise
     finally:
         if popen.poll() is None:
             popen.kill()  # SLURM ends the ranks with the job
