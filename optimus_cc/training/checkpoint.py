@@ -18,7 +18,7 @@ import pickle
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +280,24 @@ class Checkpoints:
         trainer.attachment.load_state_dict({key: value.to(device) for key, value in mine.pop("compressors").items()})
         return mine, []
 
+    def load_model(self, model: Sequence[torch.nn.Module], found: Checkpoint) -> None:
+        """Bring the chunks of this rank, whatever the layout, to the weights that ``found`` holds, and nothing else.
+
+        Raises:
+            CheckpointError: it is damaged, or gone, or can't be loaded.
+        """
+        if damage := self._damage(found):
+            raise CheckpointError(f"the checkpoint {found.path} can't be used: {damage}")
+        try:
+            _check_index(found.path / _INDEX)
+            with _weights_only():
+                loaded = dist_checkpointing.load(_without_objects(_model_state(model)), str(found.path))
+        except _FAILURES as error:
+            raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {_root(error)}") from error
+        self._heartbeat()
+        for index, chunk in enumerate(model):
+            _load_chunk(unwrapped(chunk), loaded[f"model{index}"])
+
     def _differences(self, found: Checkpoint) -> list[str]:
         """What of this run isn't as it was when ``found`` was saved, as far as a rank's own state depends on it."""
         manifest = found.manifest() or {}
@@ -331,17 +349,26 @@ class _InProcess(megatron_strategies.TorchDistSaveShardedStrategy):
 
 
 def _sharded_state(trainer: Trainer, is_loading: bool = False) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"model{index}": _megatron(chunk).sharded_state_dict(metadata=dict(_CONTENT))
-        for index, chunk in enumerate(trainer.model)
-    }
+    state = _model_state(trainer.model)
     if is_loading:
         _fill_optimizer_state(trainer.optimizer)
     optimizer = trainer.optimizer.sharded_state_dict({**state}, is_loading=is_loading, metadata=dict(_CONTENT))
     state["optimizer"] = optimizer
-    # Transformer Engine's extra states: empty unless FP8 is used, and pickled objects if it is.
-    _, state = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
-    return state
+    return _without_objects(state)
+
+
+def _model_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {
+        f"model{index}": _megatron(chunk).sharded_state_dict(metadata=dict(_CONTENT))
+        for index, chunk in enumerate(model)
+    }
+
+
+def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Without Transformer Engine's extra states: empty unless FP8 is used, and pickled objects if it is."""
+    _, rest = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
+    plain: dict[str, Any] = rest
+    return plain
 
 
 def _megatron(chunk: torch.nn.Module) -> Any:
