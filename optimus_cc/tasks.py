@@ -15,6 +15,7 @@ TASKS = {
     "train": "launchers.local:train",
     "exposure": "optimus_cc.exposure_report:report",
     "benchmark": "launchers.benchmark:benchmark",
+    "export": "optimus_cc.evaluation.export:export",
     "selfcheck": "launchers.selfcheck:selfcheck",
 }
 """``task.name`` -> "module:function"; the function takes the :class:`RunConfig` and returns a summary."""

@@ -15,14 +15,16 @@ from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benc
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
+from optimus_cc.config import of_run
 from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.resume import resume_problems, resumed_from
-from optimus_cc.config.schema import Name, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, strict
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
 from optimus_cc.config.tracking import TrackingConfig
@@ -64,6 +66,11 @@ class RunConfig:
     benchmark: BenchmarkConfig = NoBenchmarkConfig()
     launcher: AnyLauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
+    export: ExportConfig = ExportConfig()
+    run: str | None = None
+    """Folder of the run that the task works on, of which the groups above it are then a copy."""
+    checkpoint: NonNegativeInt | None = None
+    """Step of the checkpoint of ``run``; null: the newest complete one."""
     runs_dir: str = "runs"
     """Folder that holds the run folders."""
     force: bool = False
@@ -200,6 +207,11 @@ class RunConfig:
         for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer, self.launcher):
             yield from group.problems()
         yield from self._layout_problems()
+        yield from of_run.problems(self.run, self.checkpoint)
+        if self.run is not None:
+            if self.task.name == "export":
+                yield from self.export.problems()
+            return  # nothing is trained
         yield from self._batch_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()

@@ -48,6 +48,7 @@ from optimus_cc.records import from_json, replace_file, to_json
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.loop import Trainer
 from optimus_cc.training.optimizer import parts_of
+from optimus_cc.training.safe_loading import check_index, weights_only
 
 _CONTENT = {
     "chained_optim_avoid_prefix": True,
@@ -55,24 +56,6 @@ _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 """How Megatron-core lays out what it saves."""
-_INDEX = ".metadata"
-_INDEX_NAMES = {
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
-    ),
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-    ),
-}
-"""What the index of a distributed checkpoint may name."""
 _SHARDED = (ShardedTensor, ShardedTensorFactory)
 
 
@@ -273,8 +256,8 @@ class Checkpoints:
         mine: dict[str, Any] | None = None
         differences = self._differences(found)
         try:
-            _check_index(found.path / _INDEX)
-            with _weights_only():
+            check_index(found.path)
+            with weights_only():
                 state = _sharded_state(trainer, is_loading=True)
                 loaded = dist_checkpointing.load(state, str(found.path))
                 if not differences:
@@ -481,35 +464,3 @@ def _root(error: BaseException) -> BaseException:
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
-
-
-@contextlib.contextmanager
-def _weights_only() -> Iterator[None]:
-    """torch.load unpickles tensors and plain values only, whatever its caller asks for."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _INDEX_NAMES:
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which has no place there")
-        return super().find_class(module, name)
-
-
-def _check_index(path: Path) -> None:
-    """torch unpickles the index of a distributed checkpoint without restriction; look at it first.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else than an index does.
-    """
-    with path.open("rb") as file:
-        _IndexUnpickler(file).load()
