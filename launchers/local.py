@@ -230,7 +230,7 @@ def _train(
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
-        start(rank_command(run.folder), ranks, config, device, run.folder, stop, on_poll)
+        start(rank_command(run.folder, config), ranks, config, device, run.folder, stop, on_poll)
     finally:
         progress.update(tail.new_records())
         progress.close()
@@ -269,8 +269,10 @@ def import_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
-def rank_command(folder: RunFolder, python: str = sys.executable) -> list[str]:
-    return [python, "-m", "optimus_cc.training", str(folder.path)]
+def rank_command(folder: RunFolder, config: RunConfig) -> list[str]:
+    """What each rank executes for the configuration that is frozen in a folder."""
+    module = "optimus_cc.evaluation" if config.task.name == "evaluate" else "optimus_cc.training"
+    return [sys.executable, "-m", module, str(folder.path)]
 
 
 def corpus_command(folder: RunFolder) -> list[str]:

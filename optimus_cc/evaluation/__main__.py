@@ -5,6 +5,7 @@ The folder holds the configuration, with the run and the checkpoint that are mea
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ def _evaluate(path: Path, report: Report) -> int:
 
     folder = RunFolder(path)
     config = folder.run_config()
+    if config.evaluation.data_dir is not None:  # nothing is to be looked up, and nobody to be told of it
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     backends.choose_device(config)
 
     from optimus_cc.evaluation import measure, results, trained

@@ -50,7 +50,7 @@ def _winogrande(row: Row) -> str | None:
         return wrong
     if "_" not in row["sentence"]:
         return "'sentence' has no _ where the options go"
-    return None if row["answer"] in ("1", "2") else f"'answer' is {row['answer']!r}, not the text \"1\" or \"2\""
+    return None if row["answer"] in ("1", "2") else f'\'answer\' is {row["answer"]!r}, not the text "1" or "2"'
 
 
 def _race(row: Row) -> str | None:

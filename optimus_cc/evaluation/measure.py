@@ -42,7 +42,8 @@ def results_of(
     for kind in wanted:
         begin(kind)
         started = time.monotonic()
-        measured = _zero_shot(config, tokenizer, score) if kind == "zero_shot" else _perplexity(config, tokenizer, score)
+        measure = _zero_shot if kind == "zero_shot" else _perplexity
+        measured = measure(config, tokenizer, score)
         yield {
             "kind": kind,
             "run_id": run_folder(config).run_id,

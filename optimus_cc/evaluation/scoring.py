@@ -87,7 +87,8 @@ class Scorer:
         self._asked: _Batch | None = None
         self._is_last = parallel_state.is_pipeline_last_stage()
         if self._is_last:
-            unwrapped(model).output_layer.register_forward_pre_hook(self._select)
+            inner: Any = unwrapped(model)
+            inner.output_layer.register_forward_pre_hook(self._select)
 
     def score(self, requests: Sequence[Sequence[Part]]) -> list[Score]:
         """One score for each request; every rank gives the same requests and gets the same scores.
@@ -208,7 +209,8 @@ def _batch(rows: Sequence[_Row], length: int, device: torch.device) -> _Batch:
             start = len(row.inputs) - len(targets)
             asked += [(index, start + offset, target, request) for offset, target in enumerate(targets)]
     entries = torch.tensor(asked).t()
-    return _Batch(tokens.to(device), *entries[:3].to(device), entries[3])
+    places, positions, targets = entries[:3].to(device)
+    return _Batch(tokens.to(device), places, positions, targets, entries[3])
 
 
 def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _FILES = {
 """Where lm-eval describes the paper's tasks, in its folder of tasks: finding one among all takes seconds."""
 _BOOTSTRAP_ITERATIONS = 1000
 """For standard errors that have no formula."""
+_FEWSHOT_SEED = 1234
+"""lm-eval's own default."""
 _SPLIT = "test"
 
 
@@ -99,7 +102,8 @@ def _local(task: str, data_dir: str) -> dict[str, Any]:
 def _description(task: str) -> Path:
     if task in _FILES:
         package = importlib.util.find_spec("lm_eval")
-        assert package is not None and package.origin is not None
+        assert package is not None
+        assert package.origin is not None
         return Path(package.origin).parent / "tasks" / _FILES[task]
     from lm_eval.tasks import TaskManager
 
@@ -123,31 +127,19 @@ def evaluate(loaded: dict[str, Any], model: Any, settings: EvaluationConfig) -> 
         model: an ``LM`` of lm-eval.
 
     Returns:
-        for each task, and each group of tasks: ``metrics`` (each with ``value``, ``standard_error``, null where
-        there is none, and ``higher_is_better``), ``items`` (``evaluated`` of ``available``), ``version``, ``num_fewshot``.
+        for each task, and each group of tasks: ``metrics`` (each with ``value``, ``standard_error``, None where there
+        is none, and ``higher_is_better``), ``items`` (``evaluated`` of ``available``), ``version``, ``num_fewshot``.
     """
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    from lm_eval.evaluator import evaluate as lm_evaluate
 
-    found = simple_evaluate(
-        model,
-        tasks=[*loaded["tasks"].values()] if not loaded.get("groups") else [*_roots(loaded)],
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-        log_samples=False,
-        task_manager=TaskManager(include_defaults=False),
-    )
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") != 0:  # a task that says so itself is never asked with examples
+            task.set_config(key="num_fewshot", value=settings.num_fewshot)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    random.seed(0)
+    found = lm_evaluate(model, loaded, limit=settings.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS, log_samples=False)
     assert found is not None
     return {name: _result(name, dict(values), found) for name, values in found["results"].items()}
-
-
-def _roots(loaded: dict[str, Any]) -> list[Any]:
-    """Groups that are in no other one, and tasks that are in none."""
-    inside = {child for children in loaded["group_map"].values() for child in children}
-    groups = [group for name, group in loaded["groups"].items() if name not in inside]
-    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
-    return [*groups, *(task for name, task in loaded["tasks"].items() if name not in grouped)]
 
 
 def _result(name: str, values: dict[str, Any], found: Any) -> dict[str, Any]:
