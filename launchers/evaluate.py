@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launchers import own_folder
 from launchers.local import RunRanks, choose_device, import_path, rank_command, relative, run_ranks
@@ -22,12 +22,16 @@ from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.config.evaluation import TASKS
+from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.run import TaskConfig
 from optimus_cc.evaluation import items, results, trained
 from optimus_cc.process import log_path
 from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import RunFailed, RunFolder
 from optimus_cc.training.errors import DataError
+
+if TYPE_CHECKING:
+    from launchers.sweep import Outcome
 
 _ATTEMPTS = 3
 """How often another checkpoint is taken when a training that goes on has removed the one that was to be evaluated."""
@@ -72,6 +76,38 @@ def after_training(
         details = [error.details] if isinstance(error, RunFailed) and error.details else []
         details.append("  Its training is finished. The same command evaluates it and trains nothing.")
         raise kind(f"the evaluation of {folder.run_id} ended: {cause}", "\n".join(details)) from None
+
+
+def check_before_training(configs: Sequence[RunConfig]) -> None:
+    """Look at what the evaluations after these trainings, or by a job of their own, will need.
+
+    Raises:
+        ConfigError: as :func:`check`.
+    """
+    seen = []
+    for config in configs:
+        by_job = isinstance(config.launcher, SlurmConfig) and "evaluate" in config.launcher.after
+        folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+        status = folder.status()
+        through = status is not None and status.state == "finished" and not config.force
+        wanted = by_job or (config.evaluation.after_training and not (through and not is_due(config, folder)))
+        if wanted and config.evaluation not in seen:
+            seen.append(config.evaluation)
+            check(config)
+
+
+def after_sweep(outcomes: Sequence[Outcome], stop: Stop) -> list[Outcome]:
+    """Evaluate, one after the other, the runs of a sweep that were finished before it and have not been evaluated."""
+    told = []
+    for outcome in outcomes:
+        if outcome.state == "skipped" and not stop.requested and is_due(outcome.config, outcome.folder):
+            try:
+                after_training(outcome.config, outcome.folder, stop)
+            except RunFailed as failure:
+                print(failure, flush=True)
+                outcome = replace(outcome, error=failure, interrupted=stop.requested)
+        told.append(outcome)
+    return told
 
 
 def is_due(config: RunConfig, folder: RunFolder) -> bool:

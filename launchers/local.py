@@ -50,13 +50,18 @@ def train(
     Raises:
         ConfigError: it can't run on this machine; nothing was started.
         RunFailed: it did not finish; RunCancelled or RunPreempted if it was asked to end. Its text is ready to print.
+            Also if it is finished and its evaluation (evaluation.after_training) is not.
     """
     if config.launcher.dry_run:
         from launchers.forecast import dry_run
 
         print(dry_run([config]))
         return {}
+    from launchers import evaluate
+
     device, notices = choose_device(config, ranks_here)
+    if take is claim:  # what was queued was looked at then
+        evaluate.check_before_training([config])
     with (stop or Stop()).on_signals() as stop, take(config) as run:
         progress = Progress(config.training.steps)
         disk, warnings = disk_budget.told(config, run.folder.path)
@@ -72,6 +77,8 @@ def train(
             else _run(config, run, device, stop, progress, start or run_ranks)
         )
         progress.print(format_summary(summary))
+        if evaluate.is_due(config, run.folder):
+            evaluate.after_training(config, run.folder, stop, start or run_ranks, ranks_here)
         return summary
 
 
