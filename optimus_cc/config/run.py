@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optimus_cc.config import of_run
 from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
-from optimus_cc.config import of_run
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint

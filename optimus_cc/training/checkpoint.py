@@ -18,7 +18,7 @@ import pickle
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +289,8 @@ class Checkpoints:
         if damage := self._damage(found):
             raise CheckpointError(f"the checkpoint {found.path} can't be used: {damage}")
         try:
-            _check_index(found.path / _INDEX)
-            with _weights_only():
+            check_index(found.path)
+            with weights_only():
                 loaded = dist_checkpointing.load(_without_objects(_model_state(model)), str(found.path))
         except _FAILURES as error:
             raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {_root(error)}") from error
