@@ -15,6 +15,7 @@ TASKS = {
     "train": "launchers.local:train",
     "exposure": "optimus_cc.exposure_report:report",
     "benchmark": "launchers.benchmark:benchmark",
+    "evaluate": "launchers.evaluate:evaluate",
     "export": "optimus_cc.evaluation.export:export",
     "selfcheck": "launchers.selfcheck:selfcheck",
 }

@@ -17,6 +17,7 @@ from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
 from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
@@ -66,6 +67,7 @@ class RunConfig:
     benchmark: BenchmarkConfig = NoBenchmarkConfig()
     launcher: AnyLauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
     run: str | None = None
     """Folder of the run that the task works on, of which the groups above it are then a copy."""
@@ -208,6 +210,8 @@ class RunConfig:
             yield from group.problems()
         yield from self._layout_problems()
         yield from of_run.problems(self.run, self.checkpoint)
+        if self.task.name == "evaluate" or self.evaluation.after_training:
+            yield from self.evaluation.problems()
         if self.run is not None:
             if self.task.name == "export":
                 yield from self.export.problems()
@@ -263,10 +267,10 @@ class RunConfig:
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
                 "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
+        starts_ranks = self.task.name in ("train", "evaluate", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":
             yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")
-        elif starts_ranks and self.launcher.name != "local" and self.task.name != "train":
+        elif starts_ranks and self.launcher.name != "local" and self.task.name not in ("train", "evaluate"):
             fix = "launcher=local, on a node of the cluster"
             yield Problem("task.name", self.task.name, "task=train with launcher=slurm", fix)
         elif (

@@ -67,7 +67,7 @@ class Scorer:
         backend: this rank's.
         vocabulary_size: tokens that exist; the rows that pad the embedding get no probability.
         batch_size: rows of a micro-batch.
-        heartbeat: called after each pass.
+        progress: called after each pass with the number of rows that this rank has done, and how many it has.
     """
 
     def __init__(
@@ -77,17 +77,18 @@ class Scorer:
         *,
         vocabulary_size: int,
         batch_size: int,
-        heartbeat: Callable[[], None] = lambda: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._vocabulary_size = vocabulary_size
         self._batch_size = batch_size
-        self._heartbeat = heartbeat
+        self._progress = progress
         self._asked: _Batch | None = None
         self._is_last = parallel_state.is_pipeline_last_stage()
         if self._is_last:
-            unwrapped(model).output_layer.register_forward_pre_hook(self._select)
+            inner: Any = unwrapped(model)
+            inner.output_layer.register_forward_pre_hook(self._select)
 
     def score(self, requests: Sequence[Sequence[Part]]) -> list[Score]:
         """One score for each request; every rank gives the same requests and gets the same scores.
@@ -99,13 +100,15 @@ class Scorer:
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         rows = _rows(requests)[replica::replicas]
         speaks = self._is_last and parallel_state.get_tensor_model_parallel_rank() == 0
+        done = 0
         for group in self._groups(rows):
             batches = [_batch(part, len(group[0][0].inputs), self._backend.device) for part in group]
             results = self._forward(batches)
             if speaks:
                 for batch, result in zip(batches, results, strict=True):
                     total.index_add_(0, batch.requests, result.double().cpu())
-            self._heartbeat()
+            done += sum(map(len, group))
+            self._progress(done, len(rows))
         dist.all_reduce(total, group=self._backend.control_group)
         return [Score(log_probability, misses == 0) for log_probability, misses in total.tolist()]
 
@@ -206,7 +209,8 @@ def _batch(rows: Sequence[_Row], length: int, device: torch.device) -> _Batch:
             start = len(row.inputs) - len(targets)
             asked += [(index, start + offset, target, request) for offset, target in enumerate(targets)]
     entries = torch.tensor(asked).t()
-    return _Batch(tokens.to(device), *entries[:3].to(device), entries[3])
+    places, positions, targets = entries[:3].to(device)
+    return _Batch(tokens.to(device), places, positions, targets, entries[3])
 
 
 def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
