@@ -44,6 +44,8 @@ class EfficiencyConfig:
     """What the host takes to launch one kernel. A device that works faster waits for it."""
     collective_us: NonNegativeFloat = 30.0
     """What a collective takes beyond its messages, which are priced by the links."""
+    wait_us: NonNegativeFloat = 10.0
+    """What a host waits, at each tensor-parallel collective, for each other rank of the group."""
     message_us: NonNegativeFloat = 50.0
     """What a stage-to-stage message takes beyond the link: launching it, and waiting until it is complete."""
     step_ms: NonNegativeFloat = 5.0

@@ -14,8 +14,12 @@ from optimus_cc.simulation.hardware import Hardware
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 """Rows, columns, and the share of the largest tile's rate: smaller tiles read their operands more often."""
-_FORWARD_KERNELS, _BACKWARD_KERNELS = 22, 40
-"""Of a layer of Megatron-LM's own modules, counted roughly; tensor parallelism adds a few."""
+_FORWARD_KERNELS, _BACKWARD_KERNELS = 30, 60
+"""Of a layer of Megatron-LM's own modules, counted roughly."""
+END_KERNELS = 50
+"""The same of a pass through an embedding, or through an output layer and the loss."""
+_SHARPNESS = 3.0
+"""How sharply the slower of host and device decides: kernels of one pass are partly limited by one, partly by the other."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,20 @@ class PassTime:
 
     device: float
     host: float
+
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(self.device + other.device, self.host + other.host)
+
+    def __mul__(self, times: float) -> PassTime:
+        return PassTime(self.device * times, self.host * times)
+
+    @property
+    def seconds(self) -> float:
+        """What the pass takes: a device works while its host launches what comes next."""
+        if not self.host or not self.device:
+            return self.device + self.host
+        ratio = min(self.host, self.device) / max(self.host, self.device)
+        return max(self.host, self.device) * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
 def matmul_s(hardware: Hardware, rows: int, columns: int, depth: int, itemsize: int, count: int = 1) -> float:
@@ -97,11 +115,11 @@ def layer_s(hardware: Hardware, shape: LayerShape) -> tuple[PassTime, PassTime]:
     scores = batch * sequence * sequence
     dropped = 2 if shape.dropout else 0
     # Two norms, two residual sums with bias and dropout; heads taken apart and put together; GeLU; softmax.
-    elements = (10 + dropped) * shape.norm_tokens * hidden + 8 * tokens * attention + 2 * tokens * ffn
-    elements += (2 + dropped) * scores
+    elements = (10 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 2 * tokens * ffn
+    elements += (1.5 + dropped) * scores  # causal: half of the scores are read
     forward += elements * size / hardware.memory
-    elements_back = (14 + dropped) * shape.norm_tokens * hidden + 8 * tokens * attention + 4 * tokens * ffn
-    elements_back += (3 + dropped) * scores
+    elements_back = (14 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 4 * tokens * ffn
+    elements_back += (2 + dropped) * scores
     accumulated = shape.parameters * (size + 2 * shape.gradient_itemsize)  # of gradients, micro-batch by micro-batch
     backward += (elements_back * size + accumulated) / hardware.memory
     kernel = hardware.kernel_s
@@ -109,24 +127,33 @@ def layer_s(hardware: Hardware, shape: LayerShape) -> tuple[PassTime, PassTime]:
 
 
 @lru_cache(maxsize=4096)
-def attention_s(hardware: Hardware, shape: LayerShape) -> float:
+def attention_s(hardware: Hardware, shape: LayerShape) -> PassTime:
     """The part of a layer that selective recomputation runs again: scores, softmax, and what they weight."""
     batch, sequence, width = shape.micro_batch * shape.heads, shape.sequence, shape.head_width
     seconds = matmul_s(hardware, sequence, sequence, width, shape.itemsize, batch)
     seconds += matmul_s(hardware, sequence, width, sequence, shape.itemsize, batch)
     passes = 4 if shape.dropout else 2
-    return seconds + passes * batch * sequence * sequence * shape.itemsize / hardware.memory
+    seconds += passes * batch * sequence * sequence * shape.itemsize / hardware.memory
+    return PassTime(seconds, _FORWARD_KERNELS // 4 * hardware.kernel_s)
 
 
-def logits_s(hardware: Hardware, tokens: int, hidden: int, vocabulary: int, itemsize: int) -> tuple[float, float]:
+def embedding_s(hardware: Hardware, tokens: int, hidden: int, itemsize: int) -> PassTime:
+    """Looking tokens up, or adding their gradients."""
+    return PassTime(4 * tokens * hidden * itemsize / hardware.memory, END_KERNELS * hardware.kernel_s)
+
+
+def logits_s(
+    hardware: Hardware, tokens: int, hidden: int, vocabulary: int, itemsize: int
+) -> tuple[PassTime, PassTime]:
     """Forward and backward of the output layer and the loss, of this rank's ``vocabulary`` rows."""
     scores = tokens * vocabulary
     forward = matmul_s(hardware, tokens, vocabulary, hidden, itemsize)
-    forward += scores * (2 * itemsize + 5 * 4) / hardware.memory  # the loss is made in fp32
+    forward += scores * (2 * itemsize + 3 * 4) / hardware.memory  # the loss is made in fp32
     backward = matmul_s(hardware, tokens, hidden, vocabulary, itemsize)
     backward += matmul_s(hardware, vocabulary, hidden, tokens, itemsize)
     backward += scores * (itemsize + 3 * 4) / hardware.memory
-    return forward, backward
+    host = END_KERNELS * hardware.kernel_s
+    return PassTime(forward, host), PassTime(backward, host)
 
 
 def optimizer_s(hardware: Hardware, parameters: float, itemsize: int, gradient_itemsize: int) -> float:

@@ -34,6 +34,7 @@ class Hardware:
     multiprocessors: int
     kernel_s: float
     collective_s: float
+    wait_s: float
     message_s: float
     step_s: float
     codec: float | None
@@ -75,6 +76,7 @@ def hardware(cluster: ClusterConfig, precision: str, bandwidth: str) -> Hardware
         multiprocessors=device.multiprocessors,
         kernel_s=efficiency.kernel_us * 1e-6,
         collective_s=efficiency.collective_us * 1e-6,
+        wait_s=efficiency.wait_us * 1e-6,
         message_s=efficiency.message_us * 1e-6,
         step_s=efficiency.step_ms * 1e-3,
         codec=None if device.codec_gbit_s is None else device.codec_gbit_s * _BYTES_PER_GBIT,

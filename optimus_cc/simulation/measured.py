@@ -27,7 +27,8 @@ COLUMNS = (
     "pipeline_parallel",
     "iteration_time_ms",
 )
-"""What a file of step times has at least. Half precision, full recomputation, 1F1B, tied embeddings, GPT-2's vocabulary."""
+"""What a file of step times has at least. They are those of Megatron-LM or what is derived from it: half precision, full
+recomputation, 1F1B, messages shared out over tensor-parallel ranks, tied embeddings, GPT-2's vocabulary, dropout."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def configuration(row: dict[str, int], cluster: ClusterConfig) -> RunConfig:
             "tensor_parallel_size": row["tensor_parallel"],
             "pipeline_parallel_size": row["pipeline_parallel"],
             "data_parallel_size": row["data_parallel"],
+            "split_over_tensor_parallel": row["tensor_parallel"] > 1,
         },
         "technique": {"name": "baseline"},
         "data": {"name": "wikipedia_sample"},

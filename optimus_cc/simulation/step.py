@@ -139,20 +139,18 @@ def _passes(plan: StepPlan, hardware: Hardware) -> list[_Pass]:
 
 def _pass(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> _Pass:
     shape, config = plan.layer, plan.config
-    forward, backward = cost.layer_s(hardware, shape)
-    device_forward, device_backward = stage.layers * forward.device, stage.layers * backward.device
-    host_forward, host_backward = stage.layers * forward.host, stage.layers * backward.host
+    layer_forward, layer_backward = cost.layer_s(hardware, shape)
+    forward, backward = layer_forward * stage.layers, layer_backward * stage.layers
     if config.training.recompute == "full":
-        device_backward += stage.layers * forward.device
-        host_backward += stage.layers * forward.host
+        backward += forward
     elif config.training.recompute == "selective":
-        device_backward += stage.layers * cost.attention_s(hardware, shape)
+        backward += cost.attention_s(hardware, shape) * stage.layers
     if stage.first:
-        moved = 3 * shape.tokens * shape.hidden * shape.itemsize / hardware.memory
-        device_forward, device_backward = device_forward + moved, device_backward + moved
+        lookup = cost.embedding_s(hardware, shape.tokens, shape.hidden, shape.itemsize)
+        forward, backward = forward + lookup, backward + lookup
     if stage.last:
         logits = cost.logits_s(hardware, shape.tokens, shape.hidden, plan.vocabulary, shape.itemsize)
-        device_forward, device_backward = device_forward + logits[0], device_backward + logits[1]
+        forward, backward = forward + logits[0], backward + logits[1]
     tensor = stage.tensor_parallel
     group = plan.tensor_group
     once = group.size - 1
@@ -161,8 +159,8 @@ def _pass(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> _Pass:
     loss = 3 * ring_s(hardware, group, tensor.loss_bytes / 3, 2 * once) if tensor.loss_bytes else 0.0
     forward_s, backward_s = tensor.forward / 2 * one + loss, tensor.backward / 2 * one
     return _Pass(
-        max(device_forward + forward_s, host_forward),
-        max(device_backward + backward_s, host_backward),
+        (forward + cost.PassTime(forward_s, tensor.forward / 2 * once * hardware.wait_s)).seconds,
+        (backward + cost.PassTime(backward_s, tensor.backward / 2 * once * hardware.wait_s)).seconds,
         forward_s + backward_s,
     )
 
