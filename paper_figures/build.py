@@ -52,7 +52,7 @@ def make(item: Item, data: Data, folder: Path) -> Made:
             pictures = style.render(lambda figure: draw(drawn, figure), item.size)
         else:
             assert missing is not None
-            pictures = style.render(style.placeholder(str(missing), missing.command), item.size)
+            pictures = style.render(style.placeholder(str(missing), missing.command), (item.size[0], 1.3))
         files += style.write(pictures, stem)
         svg = pictures[".svg"]
     if frame is not None:

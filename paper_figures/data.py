@@ -14,10 +14,12 @@ import yaml
 
 from analysis import statistics
 from analysis.collect import Tables
+from optimus_cc.config import ConfigError
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
     from optimus_cc.config import RunConfig
+    from optimus_cc.simulation import Prediction
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -123,17 +125,26 @@ class Data:
         keys = runs[["run", "technique", "seed", "model", "layout"]]
         return self.tables[name].merge(keys, on="run", suffixes=("", "_of_run"))
 
-    def predict(self, need: Configurations) -> list[tuple[str, RunConfig, Any]]:
-        """The simulator's answer to each configuration: command line, configuration, prediction.
+    def predict(self, need: Configurations, bandwidth: str = "effective") -> list[tuple[RunConfig, Prediction]]:
+        """The simulator's answer to each configuration.
+
+        Args:
+            bandwidth: ``effective`` or ``line_rate``: see :func:`optimus_cc.simulation.predict`.
 
         Raises:
-            Missing: there is no simulator.
+            Missing: nothing can be predicted.
         """
-        try:
-            from optimus_cc import simulation
-        except ImportError:
-            raise Missing("the simulator, which is not installed", need.command) from None
-        return [(line, config := composed(line), simulation.predict(config)) for line in need.overrides]
+        found, reasons = [], []
+        for line in need.overrides:
+            try:
+                found.append(_predicted(line, bandwidth))
+            except ConfigError as error:
+                reasons.append(f"{line}: {error.problems[0].sentence}")
+        for reason in reasons:
+            self.note(f"Not predicted: {reason}.")
+        if not found:
+            raise Missing("configurations that the simulator can predict", need.command)
+        return found
 
     def note(self, text: str) -> None:
         said = self.notes.setdefault(self.item, [])
@@ -142,6 +153,14 @@ class Data:
 
     def note_runs(self, runs: Sequence[str]) -> None:
         self.used.setdefault(self.item, set()).update(runs)
+
+
+@cache
+def _predicted(line: str, bandwidth: str) -> tuple[RunConfig, Prediction]:
+    from optimus_cc.simulation import predict
+
+    config = composed(line)
+    return config, predict(config, bandwidth=bandwidth)
 
 
 @cache

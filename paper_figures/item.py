@@ -49,7 +49,7 @@ class Configurations:
 
     @property
     def command(self) -> str:
-        return f"python run.py task=simulate {self.overrides[0]}"
+        return f"python run.py {self.overrides[0]}"
 
 
 @dataclass(frozen=True)

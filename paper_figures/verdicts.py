@@ -53,7 +53,7 @@ def verdicts(data: Data) -> list[Verdict]:
         try:
             verdict = _JUDGES[claim["id"]](data, claim)
         except Missing as missing:
-            verdict = Verdict("not tested here", f"There are no {missing}. To make them: {missing.command}")
+            verdict = Verdict("not tested here", f"Missing: {missing}. To make it: {missing.command}")
         found.append(replace(verdict, claim=claim["id"], says=claim["says"]))
     data.item = ""
     return found

@@ -41,6 +41,7 @@ ITEM = Item(
         ("kind", "value is"),
         ("model", "model"),
         ("technique", "technique"),
+        ("bandwidth", "bandwidth"),
         ("days", "days"),
         ("faster_percent", "faster (%)"),
         ("step_time_s", "step (s)"),
