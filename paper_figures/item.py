@@ -124,7 +124,7 @@ def rows(kind: Kind, values: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def checked(name: str, frame: pd.DataFrame) -> pd.DataFrame:
-    """The same frame.
+    """The same frame; where values may have intervals, with the columns ``low`` and ``high`` as numbers.
 
     Raises:
         ValueError: it is empty, or some row does not say where its values are from.
@@ -134,4 +134,7 @@ def checked(name: str, frame: pd.DataFrame) -> pd.DataFrame:
     wrong = set(frame.get("kind", pd.Series([None]))) - set(KINDS)
     if wrong:
         raise ValueError(f"{name}: the column kind must be one of {', '.join(KINDS)}, not {wrong}")
+    if "value" in frame:
+        for bound in ("low", "high"):
+            frame[bound] = pd.to_numeric(frame[bound]) if bound in frame else float("nan")
     return frame

@@ -259,8 +259,8 @@ def speedup(data: Data, claim: Claim) -> Verdict:
     if effective:
         consistent = "is" if holds(gains[predicted.EFFECTIVE]) else "is not"
         why += (
-            f" With effective bandwidths, which were fitted to the paper's own times, the claim {consistent} met; that is a "
-            "check of consistency and no reproduction."
+            f" With effective bandwidths, which were fitted to the paper's own times, the claim {consistent} met; that "
+            "checks consistency and reproduces nothing."
         )
     return Verdict("not reproduced", why, evidence, PAPERS_SIZE)
 

@@ -11,7 +11,6 @@ from paper_figures.item import Configurations
 
 if TYPE_CHECKING:
     from optimus_cc.config import RunConfig
-    from optimus_cc.simulation import Prediction
 
 EFFECTIVE, LINE_RATE = "effective", "line_rate"
 """What links were seen to give, as far as the cluster's file knows; and what they are sold as."""

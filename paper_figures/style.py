@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
 SUFFIXES = (".pdf", ".svg", ".png")
@@ -106,18 +108,20 @@ def write(files: dict[str, bytes], stem: Path) -> list[Path]:
 
 def placeholder(what: str, command: str) -> Callable[[Figure], None]:
     """A figure that says what is missing, and how to make it."""
-    import textwrap
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        axes.set_axis_off()
-        text = "\n".join(textwrap.wrap(f"Missing: {what}.", 70))
-        axes.text(0.5, 0.62, text, ha="center", va="center", fontsize=7.5)
-        axes.text(
-            0.5, 0.3, f"To make it:\n{command}", ha="center", va="center", family="DejaVu Sans Mono", fontsize=6.5
-        )
+        width = int(14 * figure.get_figwidth())
+        text = textwrap.fill(f"Missing: {what}.", width)
+        figure.text(0.5, 0.7, text, ha="center", va="center", fontsize=7.5)
+        text = "To make it:\n" + textwrap.fill(command, width, break_on_hyphens=False)
+        figure.text(0.5, 0.3, text, ha="center", va="center", family="DejaVu Sans Mono", fontsize=6)
 
     return draw
+
+
+def error_bars(line: pd.DataFrame) -> list[pd.Series]:
+    """How far intervals reach below and above their values; 0 where there is none."""
+    return [(line["value"] - line["low"]).fillna(0), (line["high"] - line["value"]).fillna(0)]
 
 
 def grouped_bars(

@@ -37,7 +37,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         part = frame[frame["quantity"] == quantity]
         for index, technique in enumerate(techniques):
             line = part[part["technique"] == technique]
-            low, high = line["low"].astype(float), line["high"].astype(float)
+            low, high = line["low"], line["high"]
             axes.plot(
                 line["step"],
                 line["value"],

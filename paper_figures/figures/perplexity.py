@@ -32,9 +32,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
         line = frame[frame["technique"] == technique]
         label = f"{shown(technique)}, n = {line['n'].max()}"
         axes.plot(line["step"], line["value"], marker=MARKERS[index], color=color(index), label=label)
-        axes.fill_between(
-            line["step"], line["low"].astype(float), line["high"].astype(float), color=color(index), alpha=0.15, lw=0
-        )
+        axes.fill_between(line["step"], line["low"], line["high"], color=color(index), alpha=0.15, lw=0)
     axes.set(xlabel="training step", ylabel="validation perplexity (per token)", yscale="log", title="measured")
     axes.legend()
 

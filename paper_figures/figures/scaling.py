@@ -10,7 +10,7 @@ from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query
 from paper_figures.measure import gains
 from paper_figures.predicted import SCALING, predicted_gains
-from paper_figures.style import MARKERS, PAGE, color
+from paper_figures.style import MARKERS, PAGE, color, error_bars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,12 +36,10 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     for axes, (kind, part) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for index, (model, line) in enumerate(part.groupby("model", sort=False)):
             line = line.sort_values("ranks")
-            low = (line["value"] - line["low"].astype(float)).fillna(0)
-            high = (line["high"].astype(float) - line["value"]).fillna(0)
             axes.errorbar(
                 line["ranks"],
                 line["value"],
-                [low, high],
+                error_bars(line),
                 marker=MARKERS[index],
                 color=color(index),
                 capsize=2,

@@ -9,7 +9,7 @@ import pandas as pd
 from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query
 from paper_figures.measure import interval
-from paper_figures.style import COLUMN, MARKERS, color
+from paper_figures.style import COLUMN, MARKERS, color, error_bars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,11 +70,9 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = figure.add_subplot()
     for index, (dial, line) in enumerate(frame.groupby("dial", sort=True)):
         line = line.sort_values("sent_mb_per_step")
-        low = (line["value"] - line["low"].astype(float)).fillna(0)
-        high = (line["high"].astype(float) - line["value"]).fillna(0)
         x, y = line["sent_mb_per_step"], line["value"]
         axes.errorbar(
-            x, y, [low, high], marker=MARKERS[index], color=color(index), capsize=2, label=f"{dial}, measured"
+            x, y, error_bars(line), marker=MARKERS[index], color=color(index), capsize=2, label=f"{dial}, measured"
         )
         for _, row in line.iterrows():
             text = f"{row['sc_fraction']:.0%}" if dial == FRACTION else f"r{row['sc_rank']}"
