@@ -26,6 +26,7 @@ _BATCH = 50
 """Folders that a process reads at a time."""
 
 Tables = dict[str, pd.DataFrame]
+_WRITING_ORDER = sorted(TABLES, key=lambda name: name == "runs")
 
 
 @dataclass
@@ -97,7 +98,7 @@ def save(tables: Tables, output: Path) -> list[Path]:
     """Write tables; each file is replaced as a whole. The table that says what was read is written last."""
     output.parent.mkdir(parents=True, exist_ok=True)
     paths = []
-    for table in sorted(TABLES, key=lambda name: name == "runs"):
+    for table in _WRITING_ORDER:
         path = table_path(output, table)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         if output.suffix == ".csv":
@@ -107,6 +108,11 @@ def save(tables: Tables, output: Path) -> list[Path]:
         os.replace(temporary, path)
         paths.append(path)
     return paths
+
+
+def in_writing_order(tables: Tables) -> list[pd.DataFrame]:
+    """Tables in the order of :func:`save`'s paths."""
+    return [tables[table] for table in _WRITING_ORDER]
 
 
 def _folders(runs_dirs: Iterable[Path], filters: Sequence[str], remarks: list[str]) -> Iterator[RunFolder]:

@@ -273,7 +273,7 @@ def same_speed(data: Data, claim: Claim) -> Verdict:
     gaps = wide["cb_no_epilogue"] - wide["cb"]
     evidence = "; ".join(f"{rate:g} Gb/s: {gap:+.1f} points" for rate, gap in gaps.items())
     word: Word = "reproduced" if gaps.abs().max() <= NEAR_POINTS else "not reproduced"
-    why = f"Compressing every backward message against the epilogue alone, GPT-8.3B; the same is within {NEAR_POINTS:g} points."
+    why = f"Every backward message against the epilogue's alone, GPT-8.3B; the same is within {NEAR_POINTS:g} points."
     return Verdict(word, why, evidence, PAPERS_SIZE)
 
 

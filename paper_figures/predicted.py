@@ -72,10 +72,10 @@ def pretraining_days(data: Data) -> list[dict[str, Any]]:
     """At the effective bandwidth and at the line rate; one of them, if the cluster's file knows no other."""
     found = []
     for bandwidth in (EFFECTIVE, LINE_RATE):
-        gains = dict(
-            ((config.model.name, config.technique.label), percent)
+        gains: dict[tuple[str, ...], float] = {
+            (config.model.name, config.technique.label): percent
             for config, percent in faster(data, PRETRAINING, lambda config: config.model.name, bandwidth)
-        )
+        }
         for config, one in data.predict(PRETRAINING, bandwidth):
             if bandwidth == LINE_RATE or has_effective(config):
                 row = {"bandwidth": bandwidth.replace("_", " "), "days": one.days, "step_time_s": one.step_time_s}
@@ -147,5 +147,12 @@ def timeline_events(data: Data) -> list[dict[str, Any]]:
         for event in predict_plan(plan(config))[1].events():
             if event.end_s > event.begin_s:
                 times = {"begin_s": event.begin_s, "end_s": event.end_s}
-                found.append({**_labels(config), "stage": event.rank, "event": event.kind, **times})
+                found.append(
+                    {
+                        **_labels(config),
+                        "stage": event.rank,
+                        "event": {"encode": "codec", "decode": "codec"}.get(event.kind, event.kind),
+                        **times,
+                    }
+                )
     return found

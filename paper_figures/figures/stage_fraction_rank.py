@@ -22,7 +22,7 @@ FRACTION, RANK = "stages, usual rank", "rank, usual stages"
 
 def values(data: Data) -> pd.DataFrame:
     points = dials(data)
-    if len(points) < 2:
+    if len({(point["sc_rank"], point["sc_fraction"]) for point in points}) < 2:
         raise Missing("runs of CB+FE+SC with several stage fractions or ranks", f"python run.py experiment={RECIPE}")
     return pd.DataFrame(points)
 
