@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 TASKS = {
     "train": "launchers.local:train",
     "exposure": "optimus_cc.exposure_report:report",
+    "simulate": "optimus_cc.simulation.report:simulate",
+    "calibrate": "optimus_cc.simulation.calibrate:task",
     "benchmark": "launchers.benchmark:benchmark",
     "evaluate": "launchers.evaluate:evaluate",
     "export": "optimus_cc.evaluation.export:export",

@@ -66,7 +66,7 @@ def applied(composed: Mapping[str, Any], overrides: Iterable[tuple[str, Any]]) -
             raise ConfigError(Problem("run", None, f"the run that task={task} works on", "run=ID, or its folder"))
         return result
     if task not in TASKS:
-        raise ConfigError(Problem("run", said, f"null with task={task}", "leave it out, or task=evaluate"))
+        raise ConfigError(Problem("run", said, f"null with task={task}", "leave it out, or task=export"))
     folder = find(str(said), str(result["runs_dir"]))
     of_run = _read(folder / CONFIG_FILE)
     wrong = []

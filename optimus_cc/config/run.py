@@ -26,6 +26,7 @@ from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.resume import resume_problems, resumed_from
 from optimus_cc.config.schema import Name, NonNegativeInt, strict
+from optimus_cc.config.simulation import SimulationConfig
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
 from optimus_cc.config.tracking import TrackingConfig
@@ -65,6 +66,7 @@ class RunConfig:
     training: TrainingConfig
     cluster: ClusterConfig
     benchmark: BenchmarkConfig = NoBenchmarkConfig()
+    simulation: SimulationConfig = SimulationConfig()
     launcher: AnyLauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -223,6 +225,7 @@ class RunConfig:
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
+        yield from self.simulation.problems(self.task.name)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -265,7 +268,9 @@ class RunConfig:
                 f"{parallel.label} ({parallel.world_size} ranks)",
                 f"at most {self.cluster.num_ranks} ranks: cluster={self.cluster.name} has "
                 f"{self.cluster.num_nodes} x {self.cluster.ranks_per_node}",
-                "choose a smaller layout, or raise cluster.ranks_per_node",
+                f"cluster.num_nodes={-(-parallel.world_size // self.cluster.ranks_per_node)}, or a smaller layout"
+                if self.task.name == "simulate"
+                else "choose a smaller layout, or raise cluster.ranks_per_node",
             )
         starts_ranks = self.task.name in ("train", "evaluate", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":

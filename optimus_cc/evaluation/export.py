@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
@@ -69,16 +71,17 @@ def read_weights(checkpoint: Checkpoint) -> Weights:
         raise RunFailed(f"{checkpoint.path} can't be used: {damaged[0]} is damaged")
     try:
         check_index(checkpoint.path)
-        reader = dcp.FileSystemReader(checkpoint.path)
+        reader = FileSystemReader(checkpoint.path)
         index = reader.read_metadata().state_dict_metadata
         state: Weights = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in index.items()
-            if name.startswith(("embedding.", "decoder.", "output_layer.")) and hasattr(entry, "properties")
+            if name.startswith(("embedding.", "decoder.", "output_layer."))
+            if isinstance(entry, TensorStorageMetadata)
         }
         with weights_only(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            load(state, storage_reader=reader, no_dist=True)
     except (OSError, ValueError, KeyError, pickle.UnpicklingError, CheckpointException) as error:
         raise RunFailed(f"{checkpoint.path} can't be read: {error}") from None
     return state
@@ -124,7 +127,7 @@ def huggingface_model(model: ModelConfig, weights: Weights, tokenizer: Tokenizer
             num_attention_heads=model.num_attention_heads,
             intermediate_size=model.ffn_width,
             hidden_act="gelu_new",
-            rotary_pct=1.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
             hidden_dropout=model.dropout,
             attention_dropout=model.dropout,
             layer_norm_eps=model.layernorm_epsilon,
