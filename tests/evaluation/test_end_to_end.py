@@ -1,4 +1,4 @@
-"""Real trainings evaluated by ``python run.py``, without a network: one that is asked for anything makes a test fail."""
+"""Real trainings evaluated by ``python run.py``, with no network: whatever is asked of one makes a test fail."""
 
 from __future__ import annotations
 
