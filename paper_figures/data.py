@@ -18,9 +18,8 @@ from optimus_cc.config import ConfigError
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
-    from optimus_cc.simulation import Prediction
-
     from optimus_cc.config import RunConfig
+    from optimus_cc.simulation import Prediction
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
