@@ -250,7 +250,7 @@ def _evaluation(run_id: str, folder: Path, remarks: list[str]) -> Rows:
             "source": file.name,
         }
         # A zero-shot evaluation has tasks with measures each; one of perplexities is its own and only one.
-        for task, measured in {None: content, **_mapping(content.get("tasks"))}.items():
+        for task, measured in ((None, content), *_mapping(content.get("tasks")).items()):
             for metric, found in _mapping(_mapping(measured).get("metrics")).items():
                 counts = _mapping(_mapping(measured).get("items"))
                 row = {**common, "task": task, "metric": metric, "items": counts.get("evaluated", counts.get("tokens"))}

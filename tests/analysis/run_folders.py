@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from optimus_cc.config import RunConfig
 from optimus_cc.records import replace_file, to_json
 from optimus_cc.runs import RunFolder, Status
@@ -23,7 +25,8 @@ def config_of(line: str) -> RunConfig:
 
 def with_seed(line: str, seed: int) -> RunConfig:
     config: Any = config_of(line)
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
+    seeded: RunConfig = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
+    return seeded
 
 
 def write_run(
@@ -41,7 +44,7 @@ def write_run(
     config = with_seed(f"{line} {ON if probes else 'training.steps=40'}", seed)
     folder = RunFolder(runs / config.run_id)
     folder.path.mkdir(parents=True)
-    folder.config_path.write_text(to_json(config.to_mapping()))  # JSON is YAML
+    folder.config_path.write_text(yaml.safe_dump(config.to_mapping(), sort_keys=False))
     origin = {"run_id": config.run_id, "scientific": config.scientific(), "git": {"commit": "c0ffee"}, "host": "here"}
     replace_file(folder.provenance_path, to_json({**origin, "created": "2024-01-01", "command": f"run.py {line}"}))
     folder.write_status(Status(state, step=40, total_steps=40, started="2024-01-01", device="cpu"))

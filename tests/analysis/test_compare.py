@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from analysis.__main__ import main
 from analysis.collect import collect
 from analysis.compare import compare
+from optimus_cc.config.compose import CONF
 from tests.analysis.run_folders import write_run
 
 CB = "technique=cb parallel=pp4_dp2"
@@ -91,12 +95,13 @@ def test_show(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("finished") == 2
 
 
-def test_push_offline(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is sent is in the file that is uploaded later."""
+def test_push_offline(runs: Path) -> None:
+    """All that is sent is in the file that is uploaded later, once the process has ended."""
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    assert main(["push", "*-cb-s1-*", "--dir", "sent"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "to upload  wandb sync sent/wandb/offline-run-*"
+    command = [sys.executable, "-m", "analysis", "push", "*-cb-s1-*", "--dir", "sent"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(CONF.parent)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "to upload  wandb sync sent/wandb/offline-run-*"
     (folder,) = Path("sent/wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     content = file.read_bytes()

@@ -50,7 +50,7 @@ def test_seeds_are_paired() -> None:
     found = compare(baseline, {3: 31.1, 1: 11.0, 2: 20.9})
     assert found.difference.value == pytest.approx(1.0)
     assert found.verdict == "different"
-    # By hand: differences 1, 0.9, 1.1 with standard deviation 0.1; t = 1 / (0.1 / sqrt 3) = 17.32, 2 degrees of freedom.
+    # By hand: differences 1, 0.9, 1.1 with deviation 0.1; t = 1 / (0.1 / sqrt 3) = 17.32 with 2 degrees of freedom.
     assert found.p_different == pytest.approx(0.00332, abs=1e-5)
     assert found.difference.half_width == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
 
