@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from optimus_cc.config.model import ModelConfig
 from optimus_cc.config.parallel import ParallelConfig
@@ -58,7 +59,7 @@ class StageParameters:
         """Rows of the vocabulary: of the input embedding, the output layer, or both where they are one or two."""
         return sum(weight.numel for weight in self.weights if weight.is_word_embedding)
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(weight.numel for weight in self.weights)
 
@@ -70,8 +71,15 @@ def stage_parameters(
 
     With tied embeddings and more than one stage the last stage holds its own copy of the word embedding.
     """
-    tp, stages = parallel.tensor_parallel_size, parallel.num_virtual_stages
-    first, last = virtual_stage == 0, virtual_stage == stages - 1
+    stages = parallel.num_virtual_stages
+    ends = virtual_stage == 0, virtual_stage == stages - 1
+    return _stage_parameters(model, parallel.tensor_parallel_size, stages, padded_vocabulary, *ends)
+
+
+@lru_cache(maxsize=64)
+def _stage_parameters(
+    model: ModelConfig, tp: int, stages: int, padded_vocabulary: int, first: bool, last: bool
+) -> StageParameters:
     hidden = model.hidden_size
     vocabulary = (padded_vocabulary // tp, hidden)
     embedding, output = (Weight(name, vocabulary, sharded=True) for name in _WORD_EMBEDDINGS)

@@ -98,13 +98,16 @@ def stages(config: RunConfig) -> list[StageTraffic]:
     return result
 
 
-def traffic(config: RunConfig) -> dict[str, dict[str, float]]:
+def traffic(config: RunConfig, every: Sequence[StageTraffic] | None = None) -> dict[str, dict[str, float]]:
     """Bytes that all ranks together send in one step, by traffic class, as a run's records name them.
 
     ``other`` holds the sums of LayerNorm gradients only: norms, barriers and control messages are left out.
+
+    Args:
+        every: the :func:`stages` of ``config``, if they are there already.
     """
     replicas = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
-    every = stages(config)
+    every = stages(config) if every is None else every
 
     def total(logical: str, wire: str | None = None) -> dict[str, float]:
         return {

@@ -1,8 +1,14 @@
-"""``cluster``: the machines and the links between them."""
+"""``cluster``: the machines and the links between them, and how well they were seen to be used."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from optimus_cc.config.schema import Name, NonNegativeFloat, PositiveFloat, PositiveInt, strict
+
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @strict
@@ -23,15 +29,87 @@ class LinkConfig:
 
 
 @strict
+class EfficiencyConfig:
+    """How well software uses a device: fitted by ``task=calibrate``. The defaults were, on A100 in one node."""
+
+    matmul_fp32: Share = 0.7
+    """Share of the peak that a large matrix product reaches, in fp32."""
+    matmul_bf16: Share = 0.7
+    """The same in bf16 (or fp16)."""
+    matmul_depth: NonNegativeFloat = 200.0
+    """Elements of the summed dimension at which a product reaches half of that: what starting and ending it costs."""
+    memory: Share = 0.75
+    """Share of the memory's rate that element-wise operations reach."""
+    kernel_us: NonNegativeFloat = 6.0
+    """What the host takes to launch one kernel. A device that works faster waits for it."""
+    collective_us: NonNegativeFloat = 30.0
+    """What a collective takes beyond its messages, which are priced by the links."""
+    wait_us: NonNegativeFloat = 10.0
+    """What a host waits, at each tensor-parallel collective, for each other rank of the group."""
+    message_us: NonNegativeFloat = 50.0
+    """What a stage-to-stage message takes beyond the link: launching it, and waiting until it is complete."""
+    step_ms: NonNegativeFloat = 5.0
+    """Of each step, whatever it computes: batches, logging, waiting for the host."""
+
+
+@strict
+class DeviceConfig:
+    """One accelerator; null where nobody knows. Rates are the data sheet's, dense."""
+
+    name: str | None = None
+    memory_gib: PositiveFloat | None = None
+    memory_gbyte_s: PositiveFloat | None = None
+    """Of the device's own memory. 1 GB/s is 10^9 bytes in a second."""
+    fp32_tflops: PositiveFloat | None = None
+    """Of fp32 matrix products as they are run: TF32 on A100 and later where it is on."""
+    bf16_tflops: PositiveFloat | None = None
+    multiprocessors: PositiveInt = 108
+    codec_gbit_s: PositiveFloat | None = None
+    """What the low-rank codec of stage-to-stage messages encodes and decodes, together; null: by its operations."""
+    efficiency: EfficiencyConfig = EfficiencyConfig()
+
+    @property
+    def known(self) -> bool:
+        """Whether computation can be priced."""
+        return None not in (self.memory_gbyte_s, self.fp32_tflops, self.bf16_tflops)
+
+
+@strict
+class CalibrationRecord:
+    """Where fitted numbers come from, and what they can be trusted with."""
+
+    source: str
+    """What was measured, by whom, with which software."""
+    fitted: tuple[str, ...]
+    """Keys of this file that were fitted; all others are facts or were taken over."""
+    error_percent: NonNegativeFloat | None = None
+    """Mean absolute error on what was fitted."""
+    held_out_error_percent: NonNegativeFloat | None = None
+    """The same on measurements that no fit had seen; null: there are none."""
+    held_out: str | None = None
+    """Which measurements these are."""
+    hidden_size: tuple[int, int] | None = None
+    """Smallest and largest that was measured; the same below."""
+    ranks: tuple[int, int] | None = None
+    micro_batch_size: tuple[int, int] | None = None
+    tensor_parallel_size: tuple[int, int] | None = None
+    pipeline_parallel_size: tuple[int, int] | None = None
+    data_parallel_size: tuple[int, int] | None = None
+
+
+@strict
 class ClusterConfig:
     name: Name
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt
     """GPUs of a node, or processes that a node without GPUs may run."""
+    device: DeviceConfig = DeviceConfig()
     intra_node: LinkConfig = LinkConfig()
     """Between ranks of one node."""
     inter_node: LinkConfig = LinkConfig()
     """Between ranks of two nodes."""
+    calibration: CalibrationRecord | None = None
+    """null: nothing was fitted for this cluster."""
 
     @property
     def num_ranks(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from optimus_cc.config import ConfigError, RunConfig, compose, load
 from optimus_cc.config.compose import CONF
-from tests.config.command_line import composed, one
+from tests.config.command_line import composed, one, run_with_checkpoint
 
 ALL_RANKS = "cluster.ranks_per_node=128 training=paper"
 
@@ -295,6 +295,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         **{f"ablation={name}": "parallel=pp4_dp2" for name in ("cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
         "task=benchmark": "benchmark=cost",
+        "task=export": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}",
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",

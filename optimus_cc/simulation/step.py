@@ -1,0 +1,295 @@
+"""A plan priced with hardware: when each pass, message and reduction of a step begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optimus_cc.config.codec import LowRankConfig
+from optimus_cc.simulation import cost
+from optimus_cc.simulation.collectives import Group, message_s, ring_s
+from optimus_cc.simulation.hardware import Hardware
+from optimus_cc.simulation.pipeline import Work
+from optimus_cc.simulation.plan import StagePlan, StepPlan
+from optimus_cc.wire_size import message_matrix
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a rank does in one stretch; times in seconds from the step's begin."""
+
+    rank: int
+    kind: str
+    """A :attr:`Work.kind`, or data_parallel, embedding, codec, optimizer, parameter_gather, overhead."""
+    begin_s: float
+    end_s: float
+    place: int | None = None
+    microbatch: int | None = None
+    exposed: bool = False
+    """On the critical path."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The priced step."""
+
+    total_s: float
+    parts_s: dict[str, float]
+    """Seconds of the critical path by what they are spent on; they add up to ``total_s``."""
+    tensor_parallel_s: float
+    """How much of forward and backward parts is communication inside tensor-parallel groups, on the critical rank."""
+    plan: StepPlan
+    works_s: list[float]
+    ends_s: list[float]
+    path: list[int]
+    after: list[Event]
+    """What follows the passes: reductions, optimizer, and so on."""
+
+    def events(self) -> Iterator[Event]:
+        """All that all pipeline ranks do; a message stands on its sender's row."""
+        graph, on_path = self.plan.graph, set(self.path)
+        for index, node in enumerate(graph.nodes):
+            work, end = graph.works[node.work], self.ends_s[index]
+            begin = end - self.works_s[node.work]
+            yield Event(node.rank, work.kind, begin, end, work.place, node.microbatch, index in on_path)
+        yield from self.after
+
+
+@dataclass(frozen=True)
+class _Pass:
+    forward: float
+    backward: float
+    tensor_parallel: float
+    """Of both."""
+
+
+def price(plan: StepPlan, hardware: Hardware) -> StepTime:
+    """What ``plan`` takes on ``hardware``."""
+    passes = _passes(plan, hardware)
+    works = [_work_s(plan, hardware, passes, work) for work in plan.graph.works]
+    ends = plan.graph.ends(works)
+    size = plan.config.parallel.pipeline_parallel_size
+    last_nodes = [max(nodes, key=ends.__getitem__) for nodes in plan.graph.last]
+    reductions = [
+        _reduction(plan, hardware, rank, ends, [works[plan.graph.works.index(Work("backward", s.traffic.virtual_stage))] for s in plan.of_rank(rank)], ends[last_nodes[rank]])
+        for rank in range(size)
+    ]
+    after = [event for rank in range(size) for event in reductions[rank].events(rank)]
+    ready = [reduction.end for reduction in reductions]
+    embedding = _embedding_s(plan, hardware)
+    critical = max(range(size), key=ready.__getitem__)
+    if embedding:
+        critical_embedding = max((0, size - 1), key=ready.__getitem__)
+        together = ready[critical_embedding] + embedding
+        after += [Event(rank, "embedding", ready[critical_embedding], together) for rank in (0, size - 1)]
+        if together >= ready[critical]:
+            critical, end = critical_embedding, together
+        else:
+            embedding, end = 0.0, ready[critical]
+    else:
+        end = ready[critical]
+    path = plan.graph.critical_path(ends, last_nodes[critical])
+    own = [pass_ for stage, pass_ in zip(plan.stages, passes, strict=True) if stage.traffic.pipeline_rank == critical]
+    microbatches = plan.config.num_microbatches
+    parts = {
+        "forward": microbatches * sum(pass_.forward for pass_ in own),
+        "backward": microbatches * sum(pass_.backward for pass_ in own),
+        "bubble": 0.0,
+        "inter_stage": 0.0,
+        "codec": reductions[critical].codec_s,
+        "data_parallel": reductions[critical].end - ends[last_nodes[critical]] - reductions[critical].codec_s,
+        "embedding": embedding,
+    }
+    for index in path:
+        work = plan.graph.works[plan.graph.nodes[index].work]
+        kind = {"encode": "codec", "decode": "codec", "forward": "bubble", "backward": "bubble"}.get(work.kind)
+        parts[kind or "inter_stage"] += works[plan.graph.nodes[index].work]
+    # Passes of other stages on the critical path are what this rank waits for.
+    parts["bubble"] -= parts["forward"] + parts["backward"]
+    if parts["bubble"] < 0:
+        parts["inter_stage"] += parts["bubble"]
+        parts["bubble"] = 0.0
+    for kind, seconds in _at_the_end(plan, hardware):
+        parts[kind] = seconds
+        after += [Event(rank, kind, end, end + seconds, exposed=True) for rank in range(size) if seconds]
+        end += seconds
+    return StepTime(
+        total_s=end,
+        parts_s=parts,
+        tensor_parallel_s=microbatches * sum(pass_.tensor_parallel for pass_ in own),
+        plan=plan,
+        works_s=works,
+        ends_s=ends,
+        path=path,
+        after=after,
+    )
+
+
+def _passes(plan: StepPlan, hardware: Hardware) -> list[_Pass]:
+    """Forward and backward pass of one micro-batch in each virtual stage."""
+    known: dict[tuple[bool, bool], _Pass] = {}
+    result = []
+    for stage in plan.stages:
+        key = (stage.first, stage.last)
+        if key not in known:
+            known[key] = _pass(plan, hardware, stage)
+        result.append(known[key])
+    return result
+
+
+def _pass(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> _Pass:
+    shape, config = plan.layer, plan.config
+    layer_forward, layer_backward = cost.layer_s(hardware, shape)
+    forward, backward = layer_forward * stage.layers, layer_backward * stage.layers
+    if config.training.recompute == "full":
+        backward += forward
+    elif config.training.recompute == "selective":
+        backward += cost.attention_s(hardware, shape) * stage.layers
+    if stage.first:
+        lookup = cost.embedding_s(hardware, shape.tokens, shape.hidden, shape.itemsize)
+        forward, backward = forward + lookup, backward + lookup
+    if stage.last:
+        logits = cost.logits_s(hardware, shape.tokens, shape.hidden, plan.vocabulary, shape.itemsize)
+        forward, backward = forward + logits[0], backward + logits[1]
+    tensor = stage.tensor_parallel
+    group = plan.tensor_group
+    once = group.size - 1
+    # Pairs of passes are one all-reduce, or an all-gather and a reduce-scatter of the same bytes.
+    one = ring_s(hardware, group, 2 * tensor.passes_bytes, 2 * once)
+    loss = 3 * ring_s(hardware, group, tensor.loss_bytes / 3, 2 * once) if tensor.loss_bytes else 0.0
+    forward_s, backward_s = tensor.forward / 2 * one + loss, tensor.backward / 2 * one
+    return _Pass(
+        (forward + cost.PassTime(forward_s, tensor.forward / 2 * once * hardware.wait_s)).seconds,
+        (backward + cost.PassTime(backward_s, tensor.backward / 2 * once * hardware.wait_s)).seconds,
+        forward_s + backward_s,
+    )
+
+
+def _work_s(plan: StepPlan, hardware: Hardware, passes: list[_Pass], work: Work) -> float:
+    config = plan.config
+    if work.kind == "forward":
+        return passes[work.place].forward
+    if work.kind == "backward":
+        return passes[work.place].backward
+    cb = config.technique.cb
+    if work.kind in ("encode", "decode"):
+        return codec_s(plan, hardware, encode=work.kind == "encode", memory=cb.lazy_error_propagation)
+    parallel = config.parallel
+    size, stride = parallel.pipeline_parallel_size, parallel.tensor_parallel_size * parallel.data_parallel_size
+    nbytes = config.compressed_message_nbytes if work.compressed else config.message_nbytes
+    lower, upper = work.place % size, (work.place + 1) % size
+    sender, receiver = (upper, lower) if work.kind == "send_backward" else (lower, upper)
+    seconds = message_s(hardware, stride, sender, receiver, nbytes)
+    if parallel.split_over_tensor_parallel:
+        group, whole = plan.tensor_group, config.message_nbytes * parallel.tensor_parallel_size
+        sent = whole * (group.size - 1) / group.size
+        seconds += ring_s(hardware, group, sent, group.size - 1)
+    return seconds
+
+
+def codec_s(plan: StepPlan, hardware: Hardware, *, encode: bool, memory: bool) -> float:
+    """Encoding or decoding one stage-to-stage message."""
+    config = plan.config
+    nbytes = config.message_nbytes
+    if hardware.codec is not None:  # encoding is two products of three
+        return (2 if encode else 1) / 3 * nbytes / hardware.codec
+    codec = config.technique.cb.codec
+    rows, columns = message_matrix(config.message_shape)
+    if isinstance(codec, LowRankConfig):
+        both = cost.low_rank_s(hardware, rows, columns, codec.rank, config.message_itemsize, memory=memory)
+        return (0.7 if encode else 0.3) * both
+    # Top-k: a few passes to find the largest, one to put them back.
+    return (12 if encode else 2) * nbytes / hardware.memory + (20 if encode else 4) * hardware.kernel_s
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What a pipeline rank does to average its gradients."""
+
+    spans: tuple[tuple[str, float, float], ...]
+    begin: float
+    end: float
+    codec_s: float
+    """Of the time between ``begin``, when its passes have ended, and ``end``."""
+
+    def events(self, rank: int) -> Iterator[Event]:
+        for kind, begin, end in self.spans:
+            yield Event(rank, kind, begin, end, exposed=end > self.begin)
+
+
+def _reduction(
+    plan: StepPlan, hardware: Hardware, rank: int, ends: list[float], backward_s: list[float], done: float
+) -> _Reduction:
+    """Args:
+    backward_s: one backward pass of each of the rank's virtual stages.
+    done: when the rank has nothing left to pass on.
+    """
+    group = plan.data_group
+    if group.size == 1:
+        return _Reduction((), done, done, 0.0)
+    parallel = plan.config.parallel
+    stages = list(zip(plan.of_rank(rank), backward_s, strict=True))
+    messages = (1 if parallel.distributed_optimizer else 2) * (group.size - 1)
+    scale = plan.gradient_itemsize / 4
+    spans: list[tuple[str, float, float]] = []
+    codec_total = 0.0
+    free = 0.0 if parallel.overlap_grad_reduce else done
+    for stage, one_pass in reversed(stages):  # the last chunk's gradients are complete first
+        last_pass = ends[plan.graph.last_backward[stage.traffic.virtual_stage]]
+        wire = stage.traffic.data_parallel_wire_bytes * scale
+        codec = _gradient_codec_s(plan, hardware, stage)
+        whole, seen = sum(stage.buckets), 0
+        for numel in stage.buckets:
+            seen += numel
+            ready = last_pass - one_pass * (1 - seen / whole) if parallel.overlap_grad_reduce else done
+            begin = max(ready, free)
+            if codec:
+                share = codec * numel / whole
+                spans.append(("codec", begin, begin + share))
+                codec_total += share
+                begin += share
+            extra = 2 * messages if stage.compressed else 0  # one more ring for each factor
+            seconds = ring_s(hardware, group, wire * numel / whole, messages + extra)
+            spans.append(("data_parallel", begin, begin + seconds))
+            free = begin + seconds
+    end = max(free, done)
+    exposed = end - done
+    return _Reduction(tuple(spans), done, end, min(codec_total, exposed))
+
+
+def _gradient_codec_s(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> float:
+    sc = plan.config.technique.sc
+    if not stage.compressed or not isinstance(sc.codec, LowRankConfig):
+        return 0.0
+    shapes: dict[tuple[int, ...], int] = {}
+    for weight in stage.compressed:
+        shapes[weight.shape] = shapes.get(weight.shape, 0) + 1
+    return sum(
+        count * cost.low_rank_s(hardware, *shape, sc.codec.rank, plan.gradient_itemsize, memory=sc.error_feedback)
+        for shape, count in shapes.items()
+    )
+
+
+def _embedding_s(plan: StepPlan, hardware: Hardware) -> float:
+    """The sum over the first and the last stage's copies of the word embedding; fused, over all their replicas."""
+    parallel = plan.config.parallel
+    nbytes = plan.stages[0].traffic.embedding_bytes * plan.gradient_itemsize / 4
+    if not nbytes:
+        return 0.0
+    tp, replicas, size = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.pipeline_parallel_size
+    if plan.config.technique.fe.enabled and not parallel.distributed_optimizer:
+        return ring_s(hardware, Group(2 * replicas, tp), nbytes, 2 * (2 * replicas - 1))
+    return ring_s(hardware, Group(2, tp * replicas * (size - 1)), nbytes, 2)
+
+
+def _at_the_end(plan: StepPlan, hardware: Hardware) -> Iterator[tuple[str, float]]:
+    """What all ranks do together once gradients are there."""
+    parallel = plan.config.parallel
+    replicas = parallel.data_parallel_size
+    size = parallel.pipeline_parallel_size
+    owned = max(sum(s.traffic.parameters for s in plan.of_rank(rank)) for rank in range(size))
+    owned /= replicas if parallel.distributed_optimizer else 1
+    yield "optimizer", cost.optimizer_s(hardware, owned, plan.layer.itemsize, plan.gradient_itemsize)
+    gathered = max(sum(s.traffic.parameter_gather_bytes for s in plan.of_rank(rank)) for rank in range(size))
+    yield "parameter_gather", ring_s(hardware, plan.data_group, gathered, replicas - 1) if gathered else 0.0
+    yield "overhead", hardware.step_s
