@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -53,7 +53,7 @@ class Selection:
     def of(self, technique: str) -> pd.DataFrame:
         return self.runs[self.runs["technique"] == technique]
 
-    def by_seed(self, technique: str, column: str) -> dict[Hashable, float]:
+    def by_seed(self, technique: str, column: str) -> dict[int, float]:
         """A value for each seed, where there is one."""
         found = self.of(technique).dropna(subset=[column])
         return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}
