@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints/py311.txt constraints/py312.txt
 		echo "error: $(PYTHON) is not Python 3.11 or 3.12 ($$($(PYTHON) --version 2>&1 | head -n 1)); say which one is: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 		echo "error: $(PYTHON) can't make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(RUN) -m pip install -c constraints/py$$($(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt -e '.[test,tracking]'
+	$(RUN) -m pip install -c constraints/py$$($(RUN) -c 'import sys; print("%d%d" % sys.version_info[:2])').txt -e '.[test,tracking,evaluation]'
 	@touch $@
 
 clean:

@@ -22,7 +22,7 @@ def job(composed: DictConfig) -> dict[str, Any]:
     from optimus_cc.config import load
     from optimus_cc.runs import RunFailed
 
-    config = load(compose.plain(composed))
+    config = load(compose.with_run(composed, list(HydraConfig.get().overrides.task)))
     try:
         return tasks.resolve(config.task.name)(config)
     except BrokenPipeError:

@@ -50,13 +50,18 @@ def train(
     Raises:
         ConfigError: it can't run on this machine; nothing was started.
         RunFailed: it did not finish; RunCancelled or RunPreempted if it was asked to end. Its text is ready to print.
+            Also if it is finished and its evaluation (evaluation.after_training) is not.
     """
     if config.launcher.dry_run:
         from launchers.forecast import dry_run
 
         print(dry_run([config]))
         return {}
+    from launchers import evaluate
+
     device, notices = choose_device(config, ranks_here)
+    if take is claim:  # what was queued was looked at then
+        evaluate.check_before_training([config])
     with (stop or Stop()).on_signals() as stop, take(config) as run:
         progress = Progress(config.training.steps)
         disk, warnings = disk_budget.told(config, run.folder.path)
@@ -72,6 +77,8 @@ def train(
             else _run(config, run, device, stop, progress, start or run_ranks)
         )
         progress.print(format_summary(summary))
+        if evaluate.is_due(config, run.folder):
+            evaluate.after_training(config, run.folder, stop, start or run_ranks, ranks_here)
         return summary
 
 
@@ -230,7 +237,7 @@ def _train(
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
-        start(rank_command(run.folder), ranks, config, device, run.folder, stop, on_poll)
+        start(rank_command(run.folder, config), ranks, config, device, run.folder, stop, on_poll)
     finally:
         progress.update(tail.new_records())
         progress.close()
@@ -269,8 +276,10 @@ def import_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
-def rank_command(folder: RunFolder, python: str = sys.executable) -> list[str]:
-    return [python, "-m", "optimus_cc.training", str(folder.path)]
+def rank_command(folder: RunFolder, config: RunConfig) -> list[str]:
+    """What each rank executes for the configuration that is frozen in a folder."""
+    module = "optimus_cc.evaluation" if config.task.name == "evaluate" else "optimus_cc.training"
+    return [sys.executable, "-m", module, str(folder.path)]
 
 
 def corpus_command(folder: RunFolder) -> list[str]:

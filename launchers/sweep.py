@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launchers import evaluate
 from launchers.forecast import dry_run
 from launchers.job import EXIT_BUSY, log_path
 from launchers.local import choose_device, import_path, relative, visible_gpus
@@ -124,10 +125,11 @@ def run_all(
     if any(config.launcher.dry_run for config in configs):
         print(dry_run(configs))
         return [Outcome(planned) for planned in plan(configs)]
+    evaluate.check_before_training(configs)
     planned = plan(configs)
     machine = _Machine.of([one.config for one in planned if one.runs])
     with Stop().on_signals() as stop:
-        return _Sweep(planned, machine, stop, job_command).run()
+        return evaluate.after_sweep(_Sweep(planned, machine, stop, job_command).run(), stop)
 
 
 def check_together(configs: Sequence[RunConfig], keys: Sequence[str]) -> None:
@@ -348,7 +350,10 @@ class _Sweep:
         if job.popen.returncode == EXIT_BUSY:
             self._outcome(one, RunBusy(printed[0].strip() if printed else "it is run elsewhere"))
         elif status is not None and status.state == "finished":
-            self._outcome(one, None, took_s=time.monotonic() - job.watched.began)
+            code = job.popen.returncode
+            kind = next((kind for kind in FAILURES.values() if kind.exit_code == code), RunFailed)
+            error = None if code == 0 else kind(f"it is trained, but its job {job.how} afterwards", said)
+            self._outcome(one, error, took_s=time.monotonic() - job.watched.began)
         elif status is not None and status.state in FAILURES:
             self._outcome(one, FAILURES[status.state](status.cause or status.state, said))
         elif status is not None and status.state == "queued":

@@ -39,6 +39,17 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under names like ``outer/inner``, as trackers take them."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{prefix}{key}/"))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def replace_file(path: Path, content: str) -> None:
     """Write a whole file so that a reader, and a crash, see the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{next(_TEMPORARY_NUMBERS)}.tmp")

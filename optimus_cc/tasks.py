@@ -17,6 +17,8 @@ TASKS = {
     "simulate": "optimus_cc.simulation.report:simulate",
     "calibrate": "optimus_cc.simulation.calibrate:task",
     "benchmark": "launchers.benchmark:benchmark",
+    "evaluate": "launchers.evaluate:evaluate",
+    "export": "optimus_cc.evaluation.export:export",
     "selfcheck": "launchers.selfcheck:selfcheck",
 }
 """``task.name`` -> "module:function"; the function takes the :class:`RunConfig` and returns a summary."""

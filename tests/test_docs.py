@@ -159,7 +159,7 @@ def command_lines(text: str) -> Iterator[str]:
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     for line in lines:
         words = shlex.split(line, comments=True) if line.startswith("python run.py") else []
-        if words and not re.search(r"\.\.\.|[<|]|\[[A-Z]|\bNAME\b|\bHOST\b", " ".join(words)):
+        if words and not re.search(r"\.\.\.|[<|]|\[[A-Z]|\b(?:NAME|HOST|RUN)\b", " ".join(words)):
             yield shlex.join(words[2:])
 
 

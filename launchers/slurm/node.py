@@ -64,7 +64,7 @@ def run(folder: RunFolder, node: int, device: str, rendezvous: str, stop: Stop) 
     local = resources.ranks_per_node
     try:
         supervise(
-            rank_command(folder),
+            rank_command(folder, config),
             local,
             log_dir=folder.logs,
             stop=stop,

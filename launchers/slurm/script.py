@@ -12,6 +12,7 @@ from typing import Any
 from submitit.slurm.slurm import _make_sbatch_string
 
 from launchers.slurm.resources import Part, Resources
+from optimus_cc.config.launcher import SlurmConfig
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def array_script(resources: Resources, part: Part, runs: Path, place: Place, nam
         "cpus_per_task": resources.cpus_per_node,
         "gpus_per_node": resources.ranks_per_node if resources.gpus else None,
         "exclusive": launcher.exclusive or None,
-        "mem": None if launcher.memory_per_node_gb is None else f"{round(launcher.memory_per_node_gb * 1024)}M",
-        "time": None if launcher.time_limit_h is None else round(launcher.time_limit_h * 60),
+        "mem": _memory(launcher),
+        "time": _minutes(launcher),
     }
     more = {
         "array": f"0-{part.size - 1}" + (f"%{part.throttle}" if part.throttle else ""),
@@ -58,10 +59,32 @@ def array_script(resources: Resources, part: Part, runs: Path, place: Place, nam
     return _script(resources, name, options, more, place, command)
 
 
-def after_script(resources: Resources, output: Path, commands: Sequence[str], place: Place) -> str:
-    """A job on one core that runs ``commands`` when all arrays have ended."""
-    options = {"nodes": 1, "ntasks_per_node": 1, "cpus_per_task": 1}
+def after_script(
+    resources: Resources, output: Path, commands: Sequence[str], place: Place, ranks: int | None = None
+) -> str:
+    """A job that runs ``commands`` when all arrays have ended.
+
+    Args:
+        ranks: how many ranks they start on its node; None: none, and one core will do.
+    """
+    launcher = resources.launcher
+    options: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1, "cpus_per_task": 1}
+    if ranks is not None:
+        options |= {
+            "cpus_per_task": ranks * launcher.cpus_per_rank,
+            "gpus_per_node": ranks if resources.gpus else None,
+            "mem": _memory(launcher),
+            "time": _minutes(launcher),
+        }
     return _script(resources, "optimus_cc_after", options, {"output": str(output)}, place, "\n".join(commands))
+
+
+def _memory(launcher: SlurmConfig) -> str | None:
+    return None if launcher.memory_per_node_gb is None else f"{round(launcher.memory_per_node_gb * 1024)}M"
+
+
+def _minutes(launcher: SlurmConfig) -> int | None:
+    return None if launcher.time_limit_h is None else round(launcher.time_limit_h * 60)
 
 
 def _script(

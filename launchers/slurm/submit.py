@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launchers import evaluate
 from launchers.forecast import dry_run
 from launchers.local import relative
 from launchers.plan import Planned, count, plan
@@ -72,6 +73,7 @@ def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
         raise ConfigError(Problem("launcher", "slurm", "SLURM's commands (sbatch) on this machine", fix))
     in_queue = _in_queue(planned)
     todo = [one for one in planned if one.runs and one.folder.path not in in_queue]
+    evaluate.check_before_training([one.config for one in todo])
     folder, arrays = _arrays(todo, launcher, commands.max_array_size(), _code_place(planned, launcher))
     print(f"sweep   {len(planned)} run{'s' * (len(planned) != 1)} on SLURM: {count(planned)}")
     for one in planned:

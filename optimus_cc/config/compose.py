@@ -29,6 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc import tasks
+from optimus_cc.config import of_run
 from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest, suggest
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class _Composer:
         problems = [*self._misplaced(composed, overrides), *self._contradictions(composed)]
         if problems:
             raise ConfigError(problems)
-        config = load(plain(composed))
+        config = load(with_run(composed, overrides))
         tasks.check(config.task.name)
         return config
 
@@ -365,6 +366,16 @@ class _Composer:
                 yield Problem(target, value, "an existing key", fix)
             elif key in known and override.is_add():
                 yield Problem(said.partition("=")[0], value, f"{key}=VALUE: the key is there already", said.lstrip("+"))
+
+
+def with_run(composed: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """What ``overrides`` were composed to, with the configuration of the run that they name, if they name one.
+
+    Raises:
+        ConfigError: as :func:`plain`, and if there is no such run or it can't be asked for this.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return of_run.applied(plain(composed), [(one.key_or_group, one.value()) for one in parsed])
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:

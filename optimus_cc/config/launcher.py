@@ -118,10 +118,6 @@ class SlurmConfig:
                 yield Problem(key, option, "options in the form --NAME or --NAME=VALUE", f"{key}=[--exclude=n7]")
             elif match[1] in _OURS:
                 yield Problem(key, option, "options that have no key of their own", _OURS[match[1]])
-        if "evaluate" in self.after:
-            yield Problem(
-                "launcher.after", "evaluate", "collect; there is no task=evaluate yet", "launcher.after=[collect]"
-            )
 
 
 _OURS = {

@@ -11,18 +11,21 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optimus_cc.config import of_run
 from optimus_cc.config.benchmark import BenchmarkConfig, NoBenchmarkConfig, benchmark_notices, benchmark_problems
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
 from optimus_cc.config.data import DataConfig, JsonLinesConfig
 from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.config.evaluation import EvaluationConfig
+from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.resume import resume_problems, resumed_from
-from optimus_cc.config.schema import Name, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, strict
 from optimus_cc.config.simulation import SimulationConfig
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
@@ -66,6 +69,12 @@ class RunConfig:
     simulation: SimulationConfig = SimulationConfig()
     launcher: AnyLauncherConfig = LauncherConfig()
     tracking: TrackingConfig = TrackingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    export: ExportConfig = ExportConfig()
+    run: str | None = None
+    """Folder of the run that the task works on, of which the groups above it are then a copy."""
+    checkpoint: NonNegativeInt | None = None
+    """Step of the checkpoint of ``run``; null: the newest complete one."""
     runs_dir: str = "runs"
     """Folder that holds the run folders."""
     force: bool = False
@@ -202,6 +211,13 @@ class RunConfig:
         for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer, self.launcher):
             yield from group.problems()
         yield from self._layout_problems()
+        yield from of_run.problems(self.run, self.checkpoint)
+        if self.task.name == "evaluate" or self.evaluation.after_training:
+            yield from self.evaluation.problems()
+        if self.run is not None:
+            if self.task.name == "export":
+                yield from self.export.problems()
+            return  # nothing is trained
         yield from self._batch_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()
@@ -256,10 +272,10 @@ class RunConfig:
                 if self.task.name == "simulate"
                 else "choose a smaller layout, or raise cluster.ranks_per_node",
             )
-        starts_ranks = self.task.name in ("train", "benchmark", "selfcheck")
+        starts_ranks = self.task.name in ("train", "evaluate", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":
             yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")
-        elif starts_ranks and self.launcher.name != "local" and self.task.name != "train":
+        elif starts_ranks and self.launcher.name != "local" and self.task.name not in ("train", "evaluate"):
             fix = "launcher=local, on a node of the cluster"
             yield Problem("task.name", self.task.name, "task=train with launcher=slurm", fix)
         elif (

@@ -18,7 +18,7 @@ import pickle
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from optimus_cc.records import from_json, replace_file, to_json
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.loop import Trainer
 from optimus_cc.training.optimizer import parts_of
+from optimus_cc.training.safe_loading import check_index, weights_only
 
 _CONTENT = {
     "chained_optim_avoid_prefix": True,
@@ -55,24 +56,6 @@ _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 """How Megatron-core lays out what it saves."""
-_INDEX = ".metadata"
-_INDEX_NAMES = {
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
-    ),
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-    ),
-}
-"""What the index of a distributed checkpoint may name."""
 _SHARDED = (ShardedTensor, ShardedTensorFactory)
 
 
@@ -273,8 +256,8 @@ class Checkpoints:
         mine: dict[str, Any] | None = None
         differences = self._differences(found)
         try:
-            _check_index(found.path / _INDEX)
-            with _weights_only():
+            check_index(found.path)
+            with weights_only():
                 state = _sharded_state(trainer, is_loading=True)
                 loaded = dist_checkpointing.load(state, str(found.path))
                 if not differences:
@@ -296,6 +279,24 @@ class Checkpoints:
         device = self._backend.device
         trainer.attachment.load_state_dict({key: value.to(device) for key, value in mine.pop("compressors").items()})
         return mine, []
+
+    def load_model(self, model: Sequence[torch.nn.Module], found: Checkpoint) -> None:
+        """Bring the chunks of this rank, whatever the layout, to the weights that ``found`` holds, and nothing else.
+
+        Raises:
+            CheckpointError: it is damaged, or gone, or can't be loaded.
+        """
+        if damage := self._damage(found):
+            raise CheckpointError(f"the checkpoint {found.path} can't be used: {damage}")
+        try:
+            check_index(found.path)
+            with weights_only():
+                loaded = dist_checkpointing.load(_without_objects(_model_state(model)), str(found.path))
+        except _FAILURES as error:
+            raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {_root(error)}") from error
+        self._heartbeat()
+        for index, chunk in enumerate(model):
+            _load_chunk(unwrapped(chunk), loaded[f"model{index}"])
 
     def _differences(self, found: Checkpoint) -> list[str]:
         """What of this run isn't as it was when ``found`` was saved, as far as a rank's own state depends on it."""
@@ -348,17 +349,26 @@ class _InProcess(megatron_strategies.TorchDistSaveShardedStrategy):
 
 
 def _sharded_state(trainer: Trainer, is_loading: bool = False) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"model{index}": _megatron(chunk).sharded_state_dict(metadata=dict(_CONTENT))
-        for index, chunk in enumerate(trainer.model)
-    }
+    state = _model_state(trainer.model)
     if is_loading:
         _fill_optimizer_state(trainer.optimizer)
     optimizer = trainer.optimizer.sharded_state_dict({**state}, is_loading=is_loading, metadata=dict(_CONTENT))
     state["optimizer"] = optimizer
-    # Transformer Engine's extra states: empty unless FP8 is used, and pickled objects if it is.
-    _, state = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
-    return state
+    return _without_objects(state)
+
+
+def _model_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {
+        f"model{index}": _megatron(chunk).sharded_state_dict(metadata=dict(_CONTENT))
+        for index, chunk in enumerate(model)
+    }
+
+
+def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Without Transformer Engine's extra states: empty unless FP8 is used, and pickled objects if it is."""
+    _, rest = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
+    plain: dict[str, Any] = rest
+    return plain
 
 
 def _megatron(chunk: torch.nn.Module) -> Any:
@@ -454,35 +464,3 @@ def _root(error: BaseException) -> BaseException:
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
-
-
-@contextlib.contextmanager
-def _weights_only() -> Iterator[None]:
-    """torch.load unpickles tensors and plain values only, whatever its caller asks for."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _INDEX_NAMES:
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which has no place there")
-        return super().find_class(module, name)
-
-
-def _check_index(path: Path) -> None:
-    """torch unpickles the index of a distributed checkpoint without restriction; look at it first.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else than an index does.
-    """
-    with path.open("rb") as file:
-        _IndexUnpickler(file).load()

@@ -65,15 +65,21 @@ def transformer_config(config: RunConfig, backend: Backend) -> TransformerConfig
     )
 
 
-def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> list[DistributedDataParallel]:
-    """The chunks of this rank, on its device, wrapped in Megatron-core's DistributedDataParallel."""
-    transformer = transformer_config(config, backend)
+def build_chunks(
+    config: RunConfig, transformer: TransformerConfig, backend: Backend, padded_vocabulary: int
+) -> list[torch.nn.Module]:
+    """The chunks of this rank, on its device and in the run's precision."""
     chunks = [
         _build_chunk(config, transformer, padded_vocabulary, chunk, backend).to(backend.device)
         for chunk in range(config.parallel.num_chunks)
     ]
-    if transformer.bf16:
-        chunks = [Float16Module(transformer, chunk) for chunk in chunks]
+    return [Float16Module(transformer, chunk) for chunk in chunks] if transformer.bf16 else chunks
+
+
+def build_model(config: RunConfig, backend: Backend, padded_vocabulary: int) -> list[DistributedDataParallel]:
+    """The chunks of this rank, on its device, wrapped in Megatron-core's DistributedDataParallel."""
+    transformer = transformer_config(config, backend)
+    chunks = build_chunks(config, transformer, backend, padded_vocabulary)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,

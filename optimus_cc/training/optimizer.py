@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from optimus_cc.config import RunConfig
@@ -33,6 +34,10 @@ def build_optimizer(
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
+    # From 0.19 on, ranks agree once per process which kinds of norms there are. Asked in the first step, that would be
+    # traffic of a step, and a run that went on would count it twice.
+    for kind in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
+        optimizer.has_grad_norm_group(kind)
     warmup_steps, decay_steps = ours.schedule_steps(config.training.steps)
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optimus_cc.config import RunConfig
+from optimus_cc.records import flat
 from optimus_cc.runs import RunFolder
 
 
@@ -45,7 +46,7 @@ class Tracker:
             return
         try:
             kind, step = str(record["kind"]), int(record["step"])
-            values = {f"{kind}/{key}": value for key, value in _flat(record).items() if key not in ("kind", "step")}
+            values = {f"{kind}/{key}": value for key, value in flat(record).items() if key not in ("kind", "step")}
             self._run.log(values, step=step)
         except Exception as error:
             _complain("log", error)
@@ -54,20 +55,10 @@ class Tracker:
         if self._run is None:
             return
         try:
-            self._run.summary.update(_flat(summary))
+            self._run.summary.update(flat(summary))
             self._run.finish()
         except Exception as error:
             _complain("finish", error)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _complain(action: str, error: Exception) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from optimus_cc.config import ConfigError, RunConfig, compose, load
 from optimus_cc.config.compose import CONF
-from tests.config.command_line import composed, one
+from tests.config.command_line import composed, one, run_with_checkpoint
 
 ALL_RANKS = "cluster.ranks_per_node=128 training=paper"
 
@@ -165,6 +165,7 @@ DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "cb": ("technique=cb", {}),
     "cb_carry": ("+ablation=cb", {"cb.residual": "carry"}),
     "cb_cold_start": ("+ablation=cb", {"cb.codec.warm_start": False}),
+    "cb_fe": ("technique=cb_fe", {}),
     "cb_fe_sc": ("technique=cb_fe_sc", {}),
     "cb_flush": ("+ablation=cb", {"cb.residual": "flush"}),
     "cb_forward": ("+ablation=cb", {"cb.compress_forward": True}),
@@ -172,6 +173,7 @@ DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "cb_no_epilogue": ("+ablation=cb", {"cb.epilogue_only": False}),
     "cb_no_lazy_error": ("+ablation=cb", {"cb.lazy_error_propagation": False}),
     "cb_topk": ("+ablation=cb", {"name": "cb_topk", **{f"cb.codec.{key}": value for key, value in TOP_K.items()}}),
+    "naive_dp": ("technique=naive_dp", {}),
     "sc_fraction_100": ("+ablation=cb_fe_sc", {"sc.fraction": 1.0}),
     "sc_fraction_25": ("+ablation=cb_fe_sc", {"sc.fraction": 0.25}),
     "sc_fraction_50": ("+ablation=cb_fe_sc", {"sc.fraction": 0.5}),
@@ -200,7 +202,7 @@ def test_an_ablation_differs_from_its_base_in_what_it_names(name: str) -> None:
     assert changed == {".ablation": name, **expected, **dict.fromkeys(gone)}
 
 
-@pytest.mark.parametrize("name", ["cb_fe_sc", *(name for name in DIFFERENCES if name.startswith("sc_"))])
+@pytest.mark.parametrize("name", ["cb_fe_sc", "naive_dp", *(name for name in DIFFERENCES if name.startswith("sc_"))])
 def test_ablations_of_gradients_need_data_parallel_ranks(name: str) -> None:
     with pytest.raises(ConfigError, match="parallel=pp4_dp2"):
         one(f"+ablation={name}")
@@ -290,9 +292,10 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "technique=baseline": "parallel=single",
         **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
         **{f"ablation={name}": "parallel=pp4_dp2" for name in DIFFERENCES if name.startswith("sc_")},
-        "ablation=cb_fe_sc": "parallel=pp4_dp2",
+        **{f"ablation={name}": "parallel=pp4_dp2" for name in ("cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
         "task=benchmark": "benchmark=cost",
+        "task=export": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}",
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",

@@ -40,6 +40,8 @@ SAME = {
 """Recipes that are others' runs."""
 QUALITY = ["table_pretraining", "table_lazy_error", "figure_motivation", "figure_stage_fraction_rank"]
 RECIPES = [f"{place}{name}" for place in ("", "laptop/") for name in NAMES]
+STUDY = "laptop/reproduce"
+"""What ``make reproduce`` runs: all techniques, for the tables and figures together."""
 OWN = [recipe for recipe in RECIPES if recipe.removeprefix("laptop/") not in SAME]
 
 
@@ -66,7 +68,36 @@ def ids(recipe: str) -> set[str]:
 
 
 def test_there_is_one_for_each_table_and_figure() -> None:
-    assert sorted(str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("*.yaml")) == sorted(RECIPES)
+    assert sorted(str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("*.yaml")) == sorted(
+        [*RECIPES, STUDY]
+    )
+
+
+def test_the_study_compares_all_techniques_over_seeds_and_measures_all_that_its_figures_need() -> None:
+    """And in runs of its own: those of other recipes are longer."""
+    configs = composed(f"experiment={STUDY}")
+    techniques = [config.technique.label for config in configs]
+    assert {techniques.count(name) for name in techniques} == {3}
+    assert set(techniques) == {
+        "baseline",
+        "cb",
+        "cb_fe",
+        "cb_fe_sc",
+        "cb_naive",
+        "cb_no_epilogue",
+        "cb_no_lazy_error",
+        "cb_topk",
+        "naive_dp",
+    }
+    assert len({config.run_id for config in configs}) == len(configs)
+    for config in configs:
+        probes = config.training.probes
+        assert probes.memory
+        assert probes.phases
+        assert probes.error_independence == config.technique.cb.enabled
+        sc = config.technique.sc
+        assert not sc.enabled or sc.warmup_steps < config.training.steps // 2
+        assert not any(config.run_id in ids(recipe) for recipe in OWN if recipe.startswith("laptop/"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -17,6 +17,8 @@ from tests.config.command_line import one
 NOT_COMPUTED = {
     "task.name",
     "ablation",
+    "run",
+    "checkpoint",
     "runs_dir",
     "force",
     "technique.name",
@@ -32,7 +34,15 @@ NOT_COMPUTED = {
     "training.on_nonfinite_loss",
     "training.data_workers",
 }
-GROUPS_NOT_COMPUTED = ("cluster.", "benchmark.", "launcher.", "tracking.", "training.checkpoint.", "training.probes.")
+GROUPS_NOT_COMPUTED = (
+    "cluster.",
+    "benchmark.",
+    "export.",
+    "launcher.",
+    "tracking.",
+    "training.checkpoint.",
+    "training.probes.",
+)
 
 
 def changed_once(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

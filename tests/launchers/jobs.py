@@ -51,7 +51,7 @@ folder = RunFolder(sys.argv[1])
 seed = folder.config()["training"]["seed"]
 os.environ.update(TEST_FOLDER=str(folder.path), TEST_SEED=str(seed))
 script = {scripts!r}.get(seed, {default!r})
-local.rank_command = lambda folder: rank_command(script)
+local.rank_command = lambda folder, config: rank_command(script)
 sys.exit(job.main(sys.argv[1:]))
 """
 

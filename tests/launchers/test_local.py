@@ -55,7 +55,7 @@ def _changed(config: Any, **changes: Any) -> Any:
 
 
 def _train(script: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    def command(folder: RunFolder) -> list[str]:
+    def command(folder: RunFolder, config: RunConfig) -> list[str]:
         monkeypatch.setenv("TEST_FOLDER", str(folder.path))
         return rank_command(script)
 

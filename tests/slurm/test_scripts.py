@@ -130,7 +130,6 @@ def test_a_sweep_needs_no_flag() -> None:
         ("launcher.container.engine=pyxis", "launcher.container.image"),
         ("launcher.sbatch=['--time=3']", "launcher.time_limit_h=HOURS"),
         ("launcher.srun=[x]", "in the form --NAME"),
-        ("launcher.after=[evaluate]", "no task=evaluate yet"),
         ("task=benchmark", "task=train"),
     ],
 )

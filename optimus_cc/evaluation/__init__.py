@@ -1,0 +1,1 @@
+"""How good a trained model is: zero-shot scores through lm-eval, and perplexities, at any layout."""

@@ -1,0 +1,180 @@
+"""What items are made of: tables of runs, predictions, and the project's copy of what the paper states."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import yaml
+
+from analysis import statistics
+from analysis.collect import Tables
+from optimus_cc.config import ConfigError
+from paper_figures.item import Configurations, Missing, Query
+
+if TYPE_CHECKING:
+    from optimus_cc.simulation import Prediction
+
+    from optimus_cc.config import RunConfig
+
+CLAIMS = Path(__file__).with_name("claims.yaml")
+
+
+@dataclass
+class Selection:
+    """Finished runs of one setting, of the techniques that a query asks for."""
+
+    runs: pd.DataFrame
+    missing: tuple[str, ...]
+    """Techniques that no run of this setting has."""
+    query: Query
+
+    @property
+    def scale(self) -> str:
+        """Model, layout, length and seeds, in words."""
+        first = self.runs.iloc[0]
+        seeds = self.runs.groupby("technique")["seed"].nunique()
+        number = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+        return (
+            f"{first['model']} ({first['num_parameters'] / 1e6:.1f} M parameters), {first['layout']}, "
+            f"{first['total_steps']} steps, {number} seed{'s' * int(seeds.max() != 1)}, {first['device']}"
+        )
+
+    @property
+    def techniques(self) -> list[str]:
+        """Those that are there, in the query's order."""
+        there = set(self.runs["technique"])
+        return [name for name in self.query.techniques if name in there]
+
+    def of(self, technique: str) -> pd.DataFrame:
+        return self.runs[self.runs["technique"] == technique]
+
+    def by_seed(self, technique: str, column: str) -> dict[Hashable, float]:
+        """A value for each seed, where there is one."""
+        found = self.of(technique).dropna(subset=[column])
+        return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}
+
+    def mean(self, technique: str, column: str) -> statistics.Mean | None:
+        values = list(self.by_seed(technique, column).values())
+        return statistics.mean(values) if values else None
+
+    def compare(self, technique: str, column: str, against: str | None = None) -> statistics.Comparison | None:
+        """Against the query's baseline, or another technique; None where no seed has both."""
+        baseline = self.by_seed(against or self.query.baseline, column)
+        try:
+            return statistics.compare(baseline, self.by_seed(technique, column))
+        except ValueError:
+            return None
+
+
+@dataclass
+class Data:
+    """Tables of runs, and all else that items are made of."""
+
+    tables: Tables
+    used: dict[str, set[str]] = field(default_factory=dict)
+    """Run ids that each item has looked at, by item."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """What each item wants said: what is missing, at what scale."""
+    item: str = ""
+    """The item that is being made."""
+
+    @cached_property
+    def paper(self) -> Mapping[str, Any]:
+        return read_claims()
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        found = self.tables["runs"]
+        return found[found["state"] == "finished"]
+
+    def select(self, query: Query) -> Selection:
+        """The runs that a query asks for.
+
+        Raises:
+            Missing: there is none.
+        """
+        runs = self.runs[self.runs["technique"].isin(query.techniques) & self.runs["usual_ranks"].fillna(False)]
+        if query.probe is not None:
+            probes = self.tables["probes"]
+            runs = runs[runs["run"].isin(probes.loc[probes["probe"] == query.probe, "run"].unique())]
+        runs = runs.dropna(subset=["setting", "num_parameters"])
+        if runs.empty:
+            measured = f" with the probe {query.probe}" if query.probe else ""
+            raise Missing(f"finished runs of {', '.join(query.techniques)}{measured}", query.command)
+        order = runs.groupby("setting").agg(
+            techniques=("technique", "nunique"), seeds=("seed", "nunique"), steps=("total_steps", "max")
+        )
+        best = order.sort_index().sort_values(["techniques", "seeds", "steps"], kind="stable").index[-1]
+        chosen = runs[runs["setting"] == best].sort_values(["technique", "seed", "variant"], kind="stable")
+        chosen = chosen.drop_duplicates(["technique", "seed"])
+        missing = tuple(name for name in query.techniques if name not in set(chosen["technique"]))
+        selection = Selection(chosen, missing, query)
+        self.note_runs(chosen["run"])
+        self.note(f"Measured: {selection.scale}.")
+        if missing:
+            self.note(f"Not there: {', '.join(missing)}. To make it: {query.command}")
+        return selection
+
+    def table(self, name: str, runs: pd.DataFrame) -> pd.DataFrame:
+        """Rows of a table that belong to some runs, with the runs' technique and seed."""
+        keys = runs[["run", "technique", "seed", "model", "layout"]]
+        return self.tables[name].merge(keys, on="run", suffixes=("", "_of_run"))
+
+    def predict(self, need: Configurations, bandwidth: str = "effective") -> list[tuple[RunConfig, Prediction]]:
+        """The simulator's answer to each configuration.
+
+        Args:
+            bandwidth: ``effective`` or ``line_rate``: see :func:`optimus_cc.simulation.predict`.
+
+        Raises:
+            Missing: nothing can be predicted.
+        """
+        found, reasons = [], []
+        for line in need.overrides:
+            try:
+                found.append(_predicted(line, bandwidth))
+            except ConfigError as error:
+                reasons.append(f"{line}: {error.problems[0].sentence}")
+        for reason in reasons:
+            self.note(f"Not predicted: {reason}.")
+        if not found:
+            raise Missing("configurations that the simulator can predict", need.command)
+        return found
+
+    def note(self, text: str) -> None:
+        said = self.notes.setdefault(self.item, [])
+        if text not in said:
+            said.append(text)
+
+    def note_runs(self, runs: Sequence[str]) -> None:
+        self.used.setdefault(self.item, set()).update(runs)
+
+
+@cache
+def _predicted(line: str, bandwidth: str) -> tuple[RunConfig, Prediction]:
+    from optimus_cc.simulation import predict
+
+    config = composed(line)
+    return config, predict(config, bandwidth=bandwidth)
+
+
+@cache
+def composed(line: str) -> RunConfig:
+    """What ``python run.py LINE`` would run."""
+    from optimus_cc.config.compose import compose, parse
+
+    arguments, _ = parse(shlex.split(line))
+    (config,) = compose(arguments)
+    return config
+
+
+@cache
+def read_claims() -> Mapping[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
+    return found

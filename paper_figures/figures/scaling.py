@@ -1,0 +1,66 @@
+"""Larger models on more GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from paper_figures.data import Data
+from paper_figures.item import Item, Missing, Query
+from paper_figures.measure import gains
+from paper_figures.predicted import SCALING, predicted_gains
+from paper_figures.style import MARKERS, PAGE, color, error_bars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUERY = Query("laptop/figure_scaling", ("baseline", "cb_fe_sc"))
+
+
+def values(data: Data) -> pd.DataFrame:
+    found = gains(data, QUERY, ("model", "total_steps"), "ranks")
+    if not found:
+        data.note(f"Missing: runs of baseline and cb_fe_sc on several numbers of ranks. To make it: {QUERY.command}")
+    try:
+        found += predicted_gains(data, SCALING)
+    except Missing as missing:
+        data.note(f"Missing: {missing}. To make it: {missing.command}")
+    if not found:
+        raise Missing("runs on several numbers of ranks, and the simulator", QUERY.command)
+    return pd.DataFrame(found)
+
+
+def draw(frame: pd.DataFrame, figure: Figure) -> None:
+    panels = list(frame.groupby("kind", sort=True))
+    for axes, (kind, part) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for index, (model, line) in enumerate(part.groupby("model", sort=False)):
+            line = line.sort_values("ranks")
+            axes.errorbar(
+                line["ranks"],
+                line["value"],
+                error_bars(line),
+                marker=MARKERS[index],
+                color=color(index),
+                capsize=2,
+                label=model,
+            )
+        axes.axhline(0, color="black", lw=0.6)
+        ranks = sorted(part["ranks"].unique())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [f"{rank:.0f}" for rank in ranks])
+        axes.minorticks_off()
+        axes.set(xlabel="ranks (one GPU or process each)", ylabel="CB+FE+SC faster than the baseline (%)", title=kind)
+        axes.legend()
+
+
+ITEM = Item(
+    title="Scaling to larger models and more GPUs",
+    paper="The gain holds for larger models, 175B among them, and for more GPUs.",
+    caption="By how much a step is faster with all three techniques, over the number of ranks. More ranks are more "
+    "replicas with the mini-batch as it was. Error bars of measurements are 95 % intervals over seeds.",
+    needs=(SCALING, QUERY),
+    values=values,
+    draw=draw,
+    size=(PAGE, 2.3),
+)

@@ -1,0 +1,103 @@
+"""A verdict on every claim of the paper: reproduced, not reproduced, or not tested here; with evidence and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from analysis import statistics
+from paper_figures.data import Data, Selection
+from paper_figures.item import Missing, Query
+
+Word = Literal["reproduced", "not reproduced", "not tested here"]
+WORDS: tuple[Word, ...] = ("reproduced", "not reproduced", "not tested here")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one claim."""
+
+    word: Word
+    why: str
+    evidence: str = ""
+    """What was measured or predicted."""
+    scale: str = ""
+    runs: tuple[str, ...] = ()
+    claim: str = ""
+    """Its id."""
+    says: str = ""
+
+
+Judge = Callable[[Data, Mapping[str, Any]], Verdict]
+_JUDGES: dict[str, Judge] = {}
+
+
+def judge(*claims: str) -> Callable[[Judge], Judge]:
+    """Registers what decides some claims, by id."""
+
+    def register(function: Judge) -> Judge:
+        _JUDGES.update(dict.fromkeys(claims, function))
+        return function
+
+    return register
+
+
+def verdicts(data: Data) -> list[Verdict]:
+    """One for each claim, in their order."""
+    import paper_figures.judges  # noqa: F401  (registers them)
+
+    found = []
+    for claim in data.paper["claims"]:
+        data.item = f"claim {claim['id']}"
+        try:
+            verdict = _JUDGES[claim["id"]](data, claim)
+        except Missing as missing:
+            verdict = Verdict("not tested here", f"Missing: {missing}. To make it: {missing.command}")
+        found.append(replace(verdict, claim=claim["id"], says=claim["says"]))
+    data.item = ""
+    return found
+
+
+def measured(selection: Selection, word: Word, why: str, evidence: str, techniques: Sequence[str]) -> Verdict:
+    """With the runs of some techniques as evidence."""
+    runs = selection.runs[selection.runs["technique"].isin(techniques)]
+    return Verdict(word, why, evidence, selection.scale, tuple(runs["run"]))
+
+
+def worse(data: Data, technique: str, against: str, recipe: str, *, diverges: bool = False) -> Verdict:
+    """Whether one technique's perplexity is higher than another one's: a paired t test over seeds."""
+    selection = data.select(Query(recipe, (against, technique), baseline=against))
+    comparison = selection.compare(technique, "validation_token_perplexity")
+    if comparison is None:
+        raise Missing(f"runs of {against} and {technique} with the same seed", selection.query.command)
+    note = " No run diverged at this size." if diverges else ""
+    return measured(selection, *judged_worse(comparison, note), (against, technique))
+
+
+def judged_worse(comparison: statistics.Comparison, note: str = "") -> tuple[Word, str, str]:
+    """Word, why and evidence for the claim that the second one is worse."""
+    evidence = f"Perplexity {comparison.baseline:.2f} and {comparison.baseline + comparison.difference.value:.2f}; "
+    evidence += comparison.text()
+    if comparison.p_different is None:
+        return "not tested here", "One seed gives no interval; a test takes two or more.", evidence
+    significant = comparison.p_different < 1 - comparison.difference.confidence
+    if significant and comparison.difference.value > 0:
+        return "reproduced", f"Significantly worse.{note}", evidence
+    if significant:
+        return "not reproduced", f"Significantly better.{note}", evidence
+    if comparison.verdict == "equivalent":
+        return "not reproduced", f"No worse than within the margin.{note}", evidence
+    return "not tested here", f"Inconclusive: these seeds and steps do not tell.{note}", evidence
+
+
+def judged_unchanged(comparison: statistics.Comparison) -> tuple[Word, str, str]:
+    """Word, why and evidence for the claim that nothing changes: an equivalence test."""
+    evidence = comparison.text()
+    if comparison.p_different is None:
+        return "not tested here", "One seed gives no interval; a test takes two or more.", evidence
+    if comparison.verdict == "equivalent":
+        return "reproduced", "Two one-sided tests reject any difference as large as the margin.", evidence
+    if comparison.verdict == "different":
+        return "not reproduced", "Significantly different, and not within the margin.", evidence
+    return "not tested here", "Inconclusive: neither a difference nor equivalence can be shown.", evidence
