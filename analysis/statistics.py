@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from scipy.special import stdtr, stdtrit
 
@@ -58,7 +58,7 @@ class Comparison:
     """Of the t test that there is no difference; None with fewer than two pairs."""
     p_equivalent: float | None
     """Of the two one-sided tests that the difference is at least the margin; None likewise."""
-    left_out: tuple[Hashable, ...] = ()
+    left_out: tuple[Any, ...] = ()
     """Seeds that only one of the two has, or whose value is not finite."""
 
     @property
@@ -104,8 +104,8 @@ def mean(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
 
 
 def compare(
-    baseline: Mapping[Hashable, float],
-    other: Mapping[Hashable, float],
+    baseline: Mapping[Any, float],
+    other: Mapping[Any, float],
     *,
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,9 +18,8 @@ from optimus_cc.config import ConfigError
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
-    from optimus_cc.simulation import Prediction
-
     from optimus_cc.config import RunConfig
+    from optimus_cc.simulation import Prediction
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -54,7 +53,7 @@ class Selection:
     def of(self, technique: str) -> pd.DataFrame:
         return self.runs[self.runs["technique"] == technique]
 
-    def by_seed(self, technique: str, column: str) -> dict[Hashable, float]:
+    def by_seed(self, technique: str, column: str) -> dict[int, float]:
         """A value for each seed, where there is one."""
         found = self.of(technique).dropna(subset=[column])
         return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}

@@ -62,4 +62,4 @@ def message_s(hardware: Hardware, stride: int, sender: int, receiver: int, nbyte
     if sender * stride // per_node == receiver * stride // per_node:
         return hardware.message_s + hardware.intra.latency_s + nbytes / hardware.intra.p2p
     shared = nbytes * min(stride, per_node) / hardware.inter.p2p
-    return hardware.message_s + hardware.inter.latency_s + max(shared, nbytes / hardware.intra.p2p)
+    return hardware.message_s + hardware.inter.latency_s + shared

@@ -114,7 +114,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         schedule, flags = self.schedule, self.compression
-        self.at = {rank: () for rank in range(schedule.pipeline_parallel_size)}
+        self.at = dict.fromkeys(range(schedule.pipeline_parallel_size), ())
         self.compressed: set[tuple[bool, int, int]] = set()
         for rank in range(schedule.pipeline_parallel_size):
             if flags.forward:

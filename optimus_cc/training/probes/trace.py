@@ -1,4 +1,4 @@
-"""One step of all ranks as a file that Perfetto and chrome://tracing open: the Trace Event Format, JSON."""
+"""One step of all ranks as a file that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from optimus_cc.records import replace_file, to_json
+from optimus_cc import trace_events
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.probes.place import Place
 from optimus_cc.training.probes.spans import Span
@@ -44,43 +44,18 @@ def rank_events(place: Place, spans: Sequence[Span], began_s: float) -> list[dic
     Args:
         began_s: when the spans' step began, on the clock that all rows share.
     """
-    # Whole nanoseconds, so that rounding can't make a span stick out of the one around it.
-    begin = round(began_s * 1e9)
-    row = {"pid": place.rank, "tid": 0}
     replica = f"data-parallel {place.data_parallel_rank}, tensor-parallel {place.tensor_parallel_rank}"
-    names = {
-        "process_name": {"name": f"stage {place.stage}, {replica} (rank {place.rank})"},
-        "process_sort_index": {"sort_index": place.sort_index},
-        "thread_name": {"name": "step"},
-    }
-    events: list[dict[str, Any]] = [{"ph": "M", "name": name, "args": args, **row} for name, args in names.items()]
+    process = f"stage {place.stage}, {replica} (rank {place.rank})"
+    events = trace_events.row(place.rank, 0, process=process, sort_index=place.sort_index, thread="step")
     for span in spans:
-        about = span.about
-        start, end = begin + round(span.begin_s * 1e9), begin + round(span.end_s * 1e9)
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.phase,
-                "ts": start / 1e3,
-                "dur": (end - start) / 1e3,
-                "args": {} if about is None else {"boundary": about.boundary, "microbatch": about.microbatch},
-                **row,
-            }
-        )
+        about = {} if span.about is None else {"boundary": span.about.boundary, "microbatch": span.about.microbatch}
+        times = began_s + span.begin_s, began_s + span.end_s
+        events.append(trace_events.span(place.rank, 0, span.name, span.phase, *times, about))
     return events
 
 
 def write_trace(path: Path, step: int, rows: Sequence[tuple[list[dict[str, Any]], float]]) -> None:
     """Write the rows of all ranks, each with the spread of its clock's offset in seconds; the first event is at 0."""
     events = [event for row, _ in rows for event in row]
-    first = min(event["ts"] for event in events if event["ph"] == "X")
-    for event in events:
-        if event["ph"] == "X":
-            event["ts"] = round(event["ts"] - first, 3)
-    content = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"step": step, "clock_offset_spread_us": round(max(spread for _, spread in rows) * 1e6, 3)},
-    }
-    replace_file(path, to_json(content) + "\n")
+    spread_us = round(max(spread for _, spread in rows) * 1e6, 3)
+    trace_events.write(path, events, {"step": step, "clock_offset_spread_us": spread_us})

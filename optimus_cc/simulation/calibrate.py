@@ -1,0 +1,262 @@
+"""Fits a cluster's parameters to measured step times, and says how far that can be trusted.
+
+Parameters stay within bounds that physics sets. What is measured inside one node tells of devices, launching and the
+links inside; what spans nodes, of the links between them and of what large products reach. Nothing is fitted to a
+speed-up that somebody claims.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig, LinkConfig
+from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.simulation.hardware import hardware
+from optimus_cc.simulation.measured import Sample, parts
+from optimus_cc.simulation.plan import StepPlan, plan
+from optimus_cc.simulation.step import price
+
+_BITS = 8 / 1e9
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A key of :class:`ClusterConfig` to fit, where its fit begins, and between what."""
+
+    key: str
+    begin: float
+    low: float
+    high: float
+
+
+DEVICE = (
+    Parameter("device.efficiency.matmul_bf16", 0.7, 0.3, 0.9),  # nobody has seen more of a data sheet's peak
+    Parameter("device.efficiency.matmul_depth", 200.0, 0.0, 1500.0),
+    Parameter("device.efficiency.memory", 0.7, 0.4, 0.9),
+    Parameter("device.efficiency.kernel_us", 20.0, 2.0, 40.0),
+    Parameter("device.efficiency.collective_us", 30.0, 0.0, 300.0),
+    Parameter("device.efficiency.wait_us", 10.0, 0.0, 100.0),
+    Parameter("device.efficiency.message_us", 50.0, 0.0, 1000.0),
+    Parameter("device.efficiency.step_ms", 5.0, 0.0, 50.0),
+    Parameter("intra_node.p2p_gbit_s", 800.0, 40.0, 2400.0),
+)
+"""What step times inside one node tell."""
+
+
+def between_nodes(cluster: ClusterConfig, precision: str = "bf16") -> tuple[Parameter, ...]:
+    """What step times over several nodes tell beyond that; links give at most their line rate."""
+    line = cluster.inter_node.line_rate_gbit_s or 1e4
+    most = line / cluster.ranks_per_node
+    return (
+        Parameter(f"device.efficiency.matmul_{precision}", 0.7, 0.05, 0.9),
+        Parameter("inter_node.ring_gbit_s", 0.6 * most, 0.01 * most, most),
+        Parameter("inter_node.p2p_gbit_s", 0.6 * most, 0.001 * most, most),
+    )
+
+
+def with_values(cluster: ClusterConfig, values: dict[str, float]) -> ClusterConfig:
+    """``cluster`` with other values of some of its keys."""
+    changed: Any = cluster
+    for key, value in values.items():
+        changed = _replaced(changed, key.split("."), float(value))
+    result: ClusterConfig = changed
+    return result
+
+
+def _replaced(node: Any, path: Sequence[str], value: float) -> Any:
+    child = value if len(path) == 1 else _replaced(getattr(node, path[0]), path[1:], value)
+    return replace(node, **{path[0]: child})
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Samples with the plans of their steps, which no parameter changes."""
+
+    samples: tuple[Sample, ...]
+    plans: tuple[StepPlan, ...]
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample], gradient_bytes: int = 4) -> Measurements:
+        samples = tuple(samples)
+        return cls(samples, tuple(plan(sample.config, gradient_bytes) for sample in samples))
+
+    def subset(self, samples: Sequence[Sample]) -> Measurements:
+        wanted = {id(sample) for sample in samples}
+        chosen = [index for index, sample in enumerate(self.samples) if id(sample) in wanted]
+        return Measurements(tuple(self.samples[i] for i in chosen), tuple(self.plans[i] for i in chosen))
+
+    def ratios(self, cluster: ClusterConfig) -> np.ndarray:
+        """Predicted over measured step times on ``cluster``."""
+        rates = {
+            precision: hardware(cluster, precision, "effective")
+            for precision in {sample.config.training.precision for sample in self.samples}
+        }
+        predicted = [price(one, rates[one.config.training.precision]).total_s for one in self.plans]
+        return np.asarray(predicted) / np.asarray([sample.seconds for sample in self.samples])
+
+    def error_percent(self, cluster: ClusterConfig) -> float:
+        """Mean absolute percentage error."""
+        return float(100 * np.abs(self.ratios(cluster) - 1).mean())
+
+
+def fit(measured: Measurements, cluster: ClusterConfig, parameters: Sequence[Parameter]) -> ClusterConfig:
+    """``cluster`` with the values of ``parameters`` that suit the measurements best.
+
+    Least squares of the logarithm of predicted over measured, in which errors above a twentieth count less.
+    """
+    from scipy.optimize import least_squares  # takes its time
+
+    scale = np.array([max(parameter.begin, 1e-3) for parameter in parameters])
+
+    def cluster_of(values: np.ndarray) -> ClusterConfig:
+        return with_values(cluster, dict(zip((p.key for p in parameters), values, strict=True)))
+
+    found = least_squares(
+        lambda values: np.log(measured.ratios(cluster_of(values))),
+        [parameter.begin for parameter in parameters],
+        bounds=([p.low for p in parameters], [p.high for p in parameters]),
+        x_scale=scale,
+        diff_step=1e-3,
+        loss="soft_l1",
+        f_scale=0.05,
+        max_nfev=40,
+    )
+    return cluster_of(np.array([float(f"{value:.4g}") for value in found.x]))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cluster, and what it was worth."""
+
+    cluster: ClusterConfig
+    parameters: tuple[Parameter, ...]
+    error_percent: float
+    """On all measurements, after a fit on all."""
+    held_out_percent: tuple[float, ...]
+    """On each part, after a fit on the others."""
+    held_out_ratios: tuple[tuple[Sample, float], ...]
+    """Of each sample, predicted over measured by the fit that had not seen it."""
+
+    @property
+    def held_out_error_percent(self) -> float:
+        return float(100 * np.mean([abs(ratio - 1) for _, ratio in self.held_out_ratios]))
+
+
+def calibrate(
+    measured: Measurements,
+    cluster: ClusterConfig,
+    parameters: Sequence[Parameter],
+    *,
+    folds: int = 5,
+    source: str = "",
+) -> Calibration:
+    """Fit ``parameters``, and cross-validate: every measurement is also predicted by a fit that has not seen it.
+
+    The parts depend on what was run, not on the order in the file or on chance.
+    """
+    held_out: list[tuple[Sample, float]] = []
+    errors = []
+    for part in parts(measured.samples, folds) if folds > 1 else ():
+        seen = {id(sample) for sample in part}
+        rest = measured.subset([sample for sample in measured.samples if id(sample) not in seen])
+        here = measured.subset(part)
+        fitted = fit(rest, cluster, parameters)
+        errors.append(here.error_percent(fitted))
+        held_out += zip(here.samples, map(float, here.ratios(fitted)), strict=True)
+    fitted = fit(measured, cluster, parameters)
+    result = Calibration(fitted, tuple(parameters), measured.error_percent(fitted), tuple(errors), tuple(held_out))
+    record = CalibrationRecord(
+        source=source,
+        fitted=tuple(parameter.key for parameter in parameters),
+        error_percent=round(result.error_percent, 2),
+        held_out_error_percent=round(result.held_out_error_percent, 2) if held_out else None,
+        held_out=f"each of {len(held_out)} measurements, by fits on the other {folds - 1} of {folds} parts"
+        if held_out
+        else None,
+        **measured_range(measured.samples),
+    )
+    this: Any = fitted
+    return replace(result, cluster=replace(this, calibration=record))
+
+
+def measured_range(samples: Sequence[Sample]) -> dict[str, tuple[int, int]]:
+    """Smallest and largest of what measurements differ in."""
+    values: dict[str, list[int]] = {
+        "hidden_size": [sample.config.model.hidden_size for sample in samples],
+        "ranks": [sample.config.parallel.world_size for sample in samples],
+        "micro_batch_size": [sample.config.training.micro_batch_size for sample in samples],
+        "tensor_parallel_size": [sample.config.parallel.tensor_parallel_size for sample in samples],
+        "pipeline_parallel_size": [sample.config.parallel.pipeline_parallel_size for sample in samples],
+        "data_parallel_size": [sample.config.parallel.data_parallel_size for sample in samples],
+    }
+    return {name: (min(found), max(found)) for name, found in values.items()}
+
+
+def ring_inside(folder: str | Path, link: LinkConfig) -> LinkConfig:
+    """``link`` with ring bandwidth and latency fitted to times of all-reduces.
+
+    Args:
+        folder: files ``gpus_N.csv`` with columns ``bytes`` and ``time_ns``.
+
+    Raises:
+        ConfigError: a file has no such columns.
+    """
+    rows, seconds = [], []
+    for path in sorted(Path(folder).glob("gpus_*.csv")):
+        ranks = int(path.stem.partition("_")[2])
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                read = [(float(row["bytes"]), float(row["time_ns"]) / 1e9) for row in csv.DictReader(file)]
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                Problem("simulation.collectives", str(path), f"columns bytes and time_ns ({error})", "mend it")
+            ) from None
+        for nbytes, taken in read:
+            rows.append([1.0, 2 * (ranks - 1), nbytes * 2 * (ranks - 1) / ranks])
+            seconds.append(taken)
+    # Relative errors count; neither time nor rate is negative.
+    weights = 1 / np.asarray(seconds)
+    from scipy.optimize import nnls
+
+    matrix = np.asarray(rows) * weights[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    (_, latency_s, per_byte), _ = nnls(matrix / scale, np.ones(len(rows)))
+    latency_s, per_byte = latency_s / scale[1], per_byte / scale[2]
+    changed: Any = link
+    fitted: LinkConfig = replace(
+        changed,
+        ring_gbit_s=float(f"{_BITS / per_byte:.4g}") if per_byte else None,
+        latency_us=float(f"{latency_s * 1e6:.4g}"),
+    )
+    return fitted
+
+
+def spans_nodes(samples: Sequence[Sample], cluster: ClusterConfig) -> bool:
+    return any(sample.config.parallel.world_size > cluster.ranks_per_node for sample in samples)
+
+
+def grouped(calibration: Calibration, key: str) -> dict[str, tuple[int, float, float]]:
+    """Held-out measurements by ``hidden_size``, ``layout``, ``micro_batch_size`` or ``ranks``: how many there are, their
+    mean error in percent with its sign, and without."""
+    groups: dict[str, list[float]] = {}
+    for sample, ratio in calibration.held_out_ratios:
+        config = sample.config
+        name = {
+            "hidden_size": str(config.model.hidden_size),
+            "layout": config.parallel.label,
+            "micro_batch_size": str(config.training.micro_batch_size),
+            "ranks": str(config.parallel.world_size),
+        }[key]
+        groups.setdefault(name, []).append(100 * (ratio - 1))
+    order = sorted(groups, key=lambda name: (len(name) if name.isdigit() else 0, name))
+    return {
+        name: (len(groups[name]), math.fsum(groups[name]) / len(groups[name]), float(np.abs(groups[name]).mean()))
+        for name in order
+    }
