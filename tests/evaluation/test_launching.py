@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from launchers import evaluate, local
+from launchers import evaluate, local, sweep
+from launchers.plan import Planned
 from launchers.supervise import Stop
+from launchers.sweep import Outcome
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import MANIFEST
 from optimus_cc.config import ConfigError, RunConfig
@@ -22,6 +24,7 @@ from optimus_cc.runs import RunCancelled, RunFailed, RunFolder
 from optimus_cc.training import corpus
 from tests.configurations import tiny
 from tests.evaluation import files
+from tests.launchers import jobs
 from tests.launchers.processes import ROOT, rank_command
 
 TRAIN = """
@@ -197,10 +200,10 @@ def test_other_data_is_another_setting(config: RunConfig, scripts: dict[str, Any
 def test_what_is_there_is_measured_again_by_force_only(config: RunConfig, scripts: dict[str, Any]) -> None:
     save(config, 4)
     evaluate.evaluate(evaluating(config))
-    single = replace(config.parallel, pipeline_parallel_size=1)  # type: ignore[type-var]
+    single = replace(config.parallel, pipeline_parallel_size=1)
     again = evaluating(config, parallel=single)
     assert evaluate.evaluate(again)["zero_shot"]["measured_in"] == "pp2"  # scores don't depend on the layout
-    assert evaluate.evaluate(replace(again, force=True))["zero_shot"]["measured_in"] == "single"  # type: ignore[type-var]
+    assert evaluate.evaluate(replace(again, force=True))["zero_shot"]["measured_in"] == "single"
     assert scripts["started"] == ["evaluate"] * 2
 
 
@@ -229,7 +232,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_makes_way_for_the_newest(
     config: RunConfig, scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(config, 4)
-    real = evaluate.run_ranks
+    real = local.run_ranks
 
     def next_one() -> None:
         save(config, 6)
@@ -258,6 +261,45 @@ def test_ranks_that_fail_are_told_with_their_last_lines(config: RunConfig, scrip
     scripts["evaluate"] = FAIL
     with pytest.raises(RunFailed, match=r"why it failed(?s:.*)evaluation/logs/step_00000004"):
         evaluate.evaluate(evaluating(config))
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_evaluates_what_was_finished_before_it(config: RunConfig, scripts: dict[str, Any]) -> None:
+    local.train(change(config, after_training=False))
+    finished = Outcome(Planned(config, folder_of(config), "finished"), skipped=True)
+    (outcome,) = evaluate.after_sweep([finished], Stop())
+    assert outcome == finished
+    assert found(config) == ["perplexity", "zero_shot"]
+    assert evaluate.after_sweep([finished], Stop()) == [finished]
+    assert scripts["started"] == ["train", "evaluate"]
+
+
+def test_a_sweep_in_which_that_fails_goes_on_and_tells(
+    config: RunConfig, scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    local.train(change(config, after_training=False))
+    scripts["evaluate"] = FAIL
+    finished = Outcome(Planned(config, folder_of(config), "finished"), skipped=True)
+    first, second = evaluate.after_sweep([finished, finished], Stop())
+    assert scripts["started"] == ["train", "evaluate", "evaluate"]
+    assert first.state == second.state == "failed"
+    assert "why it failed" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_after_its_training_is_a_failure_of_the_sweep(tmp_path: Path) -> None:
+    folder_of_jobs = tmp_path / "job"
+    folder_of_jobs.mkdir()
+    command = jobs.command_of(folder_of_jobs)
+    file = folder_of_jobs / "job.py"
+    file.write_text(
+        file.read_text().replace("sys.exit(job.main(sys.argv[1:]))", "sys.exit(job.main(sys.argv[1:]) or 1)")
+    )
+    (outcome,) = sweep.run_all([jobs.configuration(tmp_path / "runs")], job_command=command)
+    assert outcome.state == "failed"
+    assert "it is trained, but its job exited with code 1" in str(outcome.error)
+    assert jobs.state_of(outcome.config)[0] == "finished"
 
 
 def test_missing_packages(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ EVALUATED = [
     evaluated("a", {"pipeline_parallel_size": 4, "data_parallel_size": 2}),
     evaluated("b's", TP8_PP4_DP4, data_dir="/data/zero shot", tasks=("piqa", "race"), limit=100),
 ]
-EVALUATE = replace(EVERYTHING.launcher, after=("evaluate", "collect"))  # type: ignore[type-var]
+EVALUATE = replace(EVERYTHING.launcher, after=("evaluate", "collect"))
 SCRIPTS = {
     "plain": array_script(PLAIN, Part(1, None), PLACE / "array_1.runs", HERE),
     "everything": array_script(EVERYTHING, Part(12, 4), PLACE / "array_2.runs", HERE),
