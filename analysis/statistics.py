@@ -88,7 +88,7 @@ class Comparison:
 
 
 def mean(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
-    """Mean with Student's t interval.
+    """Mean with Student's t interval; there is none if a value is not finite.
 
     Raises:
         ValueError: there are no values.
@@ -96,8 +96,9 @@ def mean(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
     n = len(values)
     if n == 0:
         raise ValueError("the mean of no values")
-    centre = statistics.fmean(values)
-    if n < 2:
+    finite = all(map(math.isfinite, values))
+    centre = statistics.fmean(values) if finite else math.nan
+    if n < 2 or not finite:
         return Mean(centre, None, None, n, confidence)
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * _standard_error(values)
     return Mean(centre, centre - half, centre + half, n, confidence)

@@ -43,6 +43,11 @@ class OptimusLauncher(Launcher):
             with open_dict(job):
                 job.hydra.job.id = job.hydra.job.num = index
         configs = [config for _, config in jobs]
+        if all(config.task.name == "simulate" for config in configs):
+            from optimus_cc.simulation.report import simulate_all  # one table, and no ranks
+
+            found = [one.chosen.step_time_s for one in simulate_all(configs)]
+            return [self._returned(job, partial(_given, value)) for (job, _), value in zip(jobs, found, strict=True)]
         if any(config.task.name != "train" for config in configs):
             return [self._returned(job, self.task_function) for job, _ in jobs]
         with env_override(self.config.hydra.job.env_set):
@@ -82,6 +87,11 @@ class _Returned(JobReturn):
     @return_value.setter
     def return_value(self, value: Any) -> None:
         self._return_value = value
+
+
+def _given(value: float, _: DictConfig) -> float:
+    """Stands in for a task whose result is there."""
+    return value
 
 
 def _told(outcome: Outcome, _: DictConfig) -> float:

@@ -15,7 +15,7 @@ TASKS = {
     "train": "launchers.local:train",
     "exposure": "optimus_cc.exposure_report:report",
     "simulate": "optimus_cc.simulation.report:simulate",
-    "calibrate": "optimus_cc.simulation.calibrate:task",
+    "calibrate": "optimus_cc.simulation.calibrate_task:calibrate_cluster",
     "benchmark": "launchers.benchmark:benchmark",
     "evaluate": "launchers.evaluate:evaluate",
     "export": "optimus_cc.evaluation.export:export",

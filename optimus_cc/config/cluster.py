@@ -30,25 +30,26 @@ class LinkConfig:
 
 @strict
 class EfficiencyConfig:
-    """How well software uses a device: fitted by ``task=calibrate``. The defaults were, on A100 in one node."""
+    """How well software uses a device: fitted by ``task=calibrate``. The defaults are about
+    what came out for A100."""
 
-    matmul_fp32: Share = 0.7
+    matmul_fp32: Share = 0.8
     """Share of the peak that a large matrix product reaches, in fp32."""
-    matmul_bf16: Share = 0.7
+    matmul_bf16: Share = 0.8
     """The same in bf16 (or fp16)."""
-    matmul_depth: NonNegativeFloat = 200.0
+    matmul_depth: NonNegativeFloat = 300.0
     """Elements of the summed dimension at which a product reaches half of that: what starting and ending it costs."""
-    memory: Share = 0.75
+    memory: Share = 0.9
     """Share of the memory's rate that element-wise operations reach."""
-    kernel_us: NonNegativeFloat = 6.0
+    kernel_us: NonNegativeFloat = 25.0
     """What the host takes to launch one kernel. A device that works faster waits for it."""
-    collective_us: NonNegativeFloat = 30.0
+    collective_us: NonNegativeFloat = 40.0
     """What a collective takes beyond its messages, which are priced by the links."""
-    wait_us: NonNegativeFloat = 10.0
+    wait_us: NonNegativeFloat = 20.0
     """What a host waits, at each tensor-parallel collective, for each other rank of the group."""
-    message_us: NonNegativeFloat = 50.0
+    message_us: NonNegativeFloat = 120.0
     """What a stage-to-stage message takes beyond the link: launching it, and waiting until it is complete."""
-    step_ms: NonNegativeFloat = 5.0
+    step_ms: NonNegativeFloat = 1.0
     """Of each step, whatever it computes: batches, logging, waiting for the host."""
 
 

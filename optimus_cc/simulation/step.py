@@ -70,24 +70,25 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
     ends = plan.graph.ends(works)
     size = plan.config.parallel.pipeline_parallel_size
     last_nodes = [max(nodes, key=ends.__getitem__) for nodes in plan.graph.last]
+    backward_s = [pass_.backward for pass_ in passes]
     reductions = [
-        _reduction(plan, hardware, rank, ends, [works[plan.graph.works.index(Work("backward", s.traffic.virtual_stage))] for s in plan.of_rank(rank)], ends[last_nodes[rank]])
-        for rank in range(size)
+        _reduction(plan, hardware, rank, ends, backward_s, ends[last_nodes[rank]]) for rank in range(size)
     ]
-    after = [event for rank in range(size) for event in reductions[rank].events(rank)]
     ready = [reduction.end for reduction in reductions]
-    embedding = _embedding_s(plan, hardware)
     critical = max(range(size), key=ready.__getitem__)
-    if embedding:
-        critical_embedding = max((0, size - 1), key=ready.__getitem__)
-        together = ready[critical_embedding] + embedding
-        after += [Event(rank, "embedding", ready[critical_embedding], together) for rank in (0, size - 1)]
-        if together >= ready[critical]:
-            critical, end = critical_embedding, together
+    end = ready[critical]
+    after: list[Event] = []
+    if embedding := _embedding_s(plan, hardware):
+        later = max((0, size - 1), key=ready.__getitem__)
+        together = ready[later] + embedding
+        exposed = together >= end
+        after += [Event(rank, "embedding", ready[later], together, exposed=exposed) for rank in (0, size - 1)]
+        if exposed:
+            critical, end = later, together
         else:
-            embedding, end = 0.0, ready[critical]
-    else:
-        end = ready[critical]
+            embedding = 0.0
+    for rank in range(size):
+        after += reductions[rank].events(rank, critical=rank == critical)
     path = plan.graph.critical_path(ends, last_nodes[critical])
     own = [pass_ for stage, pass_ in zip(plan.stages, passes, strict=True) if stage.traffic.pipeline_rank == critical]
     microbatches = plan.config.num_microbatches
@@ -212,29 +213,29 @@ class _Reduction:
     codec_s: float
     """Of the time between ``begin``, when its passes have ended, and ``end``."""
 
-    def events(self, rank: int) -> Iterator[Event]:
+    def events(self, rank: int, *, critical: bool) -> Iterator[Event]:
         for kind, begin, end in self.spans:
-            yield Event(rank, kind, begin, end, exposed=end > self.begin)
+            yield Event(rank, kind, begin, end, exposed=critical and end > self.begin)
 
 
 def _reduction(
     plan: StepPlan, hardware: Hardware, rank: int, ends: list[float], backward_s: list[float], done: float
 ) -> _Reduction:
     """Args:
-    backward_s: one backward pass of each of the rank's virtual stages.
+    backward_s: one backward pass of each virtual stage.
     done: when the rank has nothing left to pass on.
     """
     group = plan.data_group
     if group.size == 1:
         return _Reduction((), done, done, 0.0)
     parallel = plan.config.parallel
-    stages = list(zip(plan.of_rank(rank), backward_s, strict=True))
     messages = (1 if parallel.distributed_optimizer else 2) * (group.size - 1)
     scale = plan.gradient_itemsize / 4
     spans: list[tuple[str, float, float]] = []
     codec_total = 0.0
     free = 0.0 if parallel.overlap_grad_reduce else done
-    for stage, one_pass in reversed(stages):  # the last chunk's gradients are complete first
+    for stage in reversed(plan.of_rank(rank)):  # the last chunk's gradients are complete first
+        one_pass = backward_s[stage.traffic.virtual_stage]
         last_pass = ends[plan.graph.last_backward[stage.traffic.virtual_stage]]
         wire = stage.traffic.data_parallel_wire_bytes * scale
         codec = _gradient_codec_s(plan, hardware, stage)

@@ -35,6 +35,13 @@ def test_a_mean_of_one_has_no_interval_and_says_so() -> None:
         mean([])
 
 
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.inf, -math.inf, 1.0]])
+def test_a_mean_of_what_is_not_finite_has_none_either(values: list[float]) -> None:
+    found = mean(values)
+    assert math.isnan(found.value)
+    assert (found.low, found.n) == (None, len(values))
+
+
 def test_intervals_hold_the_true_mean_as_often_as_they_say() -> None:
     random = np.random.default_rng(0)
     trials = 4000
