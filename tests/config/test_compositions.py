@@ -295,7 +295,9 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         **{f"ablation={name}": "parallel=pp4_dp2" for name in ("cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
         "task=benchmark": "benchmark=cost",
-        "task=export": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}",
+        **{
+            f"task={name}": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}" for name in ("evaluate", "export")
+        },
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",
