@@ -28,7 +28,7 @@ def submit(place: Path, *overrides: str) -> str:
 def test_by_the_trainings_own_job_and_by_one_after_it(cluster: Cluster, place: Path) -> None:
     submit(place, "training.seed=1", "evaluation.after_training=true")
     (path,) = (place / "runs").glob("*-s1-*")
-    (own,) = results.read_all(RunFolder(path))
+    (own,) = until(lambda: results.read_all(RunFolder(path)), "the job, which goes on, has evaluated it")
     assert (own["kind"], own["layout"], own["checkpoint"]["step"]) == ("perplexity", "pp2", 3)
     (logs,) = (path / "evaluation" / "logs").glob("step_00000003-*/logs")
     assert {file.name for file in logs.glob("node_*.json")} == {"node_0.json", "node_1.json"}
