@@ -18,9 +18,8 @@ from optimus_cc.config import ConfigError
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
-    from optimus_cc.simulation import Prediction
-
     from optimus_cc.config import RunConfig
+    from optimus_cc.simulation import Prediction
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -44,6 +43,11 @@ class Selection:
             f"{first['model']} ({first['num_parameters'] / 1e6:.1f} M parameters), {first['layout']}, "
             f"{first['total_steps']} steps, {number} seed{'s' * int(seeds.max() != 1)}, {first['device']}"
         )
+
+    @property
+    def of_paper(self) -> bool:
+        """Whether the model is one of the paper's."""
+        return self.runs.iloc[0]["model"] in read_claims()["models"]
 
     @property
     def techniques(self) -> list[str]:
