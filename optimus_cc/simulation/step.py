@@ -108,7 +108,7 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
     # Passes of other stages on the critical path are what this rank waits for.
     parts["bubble"] -= parts["forward"] + parts["backward"]
     if parts["bubble"] < 0:
-        parts["inter_stage"] += parts["bubble"]
+        parts["inter_stage"] = max(0.0, parts["inter_stage"] + parts["bubble"])
         parts["bubble"] = 0.0
     for kind, seconds in _at_the_end(plan, hardware):
         parts[kind] = seconds

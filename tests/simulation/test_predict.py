@@ -128,7 +128,7 @@ def test_without_latency_and_with_endless_bandwidth_only_computation_is_left(con
     this: Any = config
     plain: Any = baseline_of(dataclasses.replace(this, cluster=free))
     parts = predict(plain).breakdown
-    assert parts.exposed_s + parts.codec_s + parts.overhead_s == 0
+    assert parts.exposed_s + parts.codec_s + parts.overhead_s == pytest.approx(0, abs=1e-9)
     assert parts.forward_s > 0
     if config.technique.cb.enabled or config.technique.sc.enabled:  # codecs cost, and there is nothing to gain
         assert predict(dataclasses.replace(this, cluster=free)).step_time_s >= predict(plain).step_time_s
@@ -236,7 +236,10 @@ def test_every_residual_policy_and_direction_is_priced() -> None:
         }.items()
     }
     assert gains["carry"] == gains["epilogue"]
-    assert 0 < gains["flush"] < gains["epilogue"] < gains["all"] < gains["forward"]
+    # In the steady state a gradient and an activation pass each other, and the activation is whole: compressing every
+    # gradient gains no more than compressing those of the epilogue.
+    assert gains["all"] == pytest.approx(gains["epilogue"], rel=1e-3)
+    assert 0 < gains["flush"] < gains["epilogue"] < gains["forward"]
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
