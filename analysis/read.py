@@ -268,7 +268,7 @@ def codec_rows(folder: RunFolder) -> Rows:
     common: dict[str, Any] = {
         "benchmark": folder.run_id,
         "model": None if _mapping(config.get("benchmark")).get("shapes") else _mapping(config.get("model")).get("name"),
-        "device": status.device if status else None,
+        "device": summary.get("device", status.device if status else None),
         "host": _text(provenance.get("host")),
     }
     return {name: [common.get(name, row.get(name)) for row in rows] for name in TABLES["codecs"]}

@@ -1,11 +1,11 @@
-"""What runs would take, told without starting them: hours, GPU-hours, disk. No number that nobody has measured."""
+"""What runs would take, told without starting them: hours, GPU-hours, disk. A number that nobody has measured is marked."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.records import from_json, to_json
 from optimus_cc.runs import RunFolder, Status
+from optimus_cc.simulation import predict, trust
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class _Measured:
 
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
+        self.predictions: dict[Any, float | None] = {}
+        """Step times by all that they depend on: runs of a sweep differ in less."""
 
     @cached_property
     def attempts(self) -> list[_Attempt]:
@@ -183,6 +186,23 @@ def _of_runs_like_it(planned: Planned, device: str, measured: _Measured) -> Step
     return None
 
 
+def _predicted(planned: Planned, device: str, measured: _Measured) -> StepTime | None:
+    config = planned.config
+    if device != "cuda" or not trust.is_calibrated(config):
+        return None
+    training: Any = config.training
+    parts = (config.model, config.parallel, config.technique, replace(training, seed=0), config.cluster, config.tokenizer)
+    if parts not in measured.predictions:
+        try:
+            measured.predictions[parts] = predict(config, bandwidth="effective").days * 86400 / config.training.steps
+        except ConfigError:  # it doesn't fit, which whoever starts it will see
+            measured.predictions[parts] = None
+    seconds = measured.predictions[parts]
+    if seconds is None:
+        return None
+    return StepTime(seconds, f"{_shown(seconds)} a step, predicted, not measured: calibrated cluster={config.cluster.name}")
+
+
 def _by_time_limit(planned: Planned, device: str, measured: _Measured) -> StepTime | None:
     limit_h, steps = planned.config.launcher.time_limit_h, planned.remaining_steps
     goes_on = isinstance(planned.config.launcher, SlurmConfig) and planned.config.launcher.max_restarts > 0
@@ -194,7 +214,7 @@ def _by_time_limit(planned: Planned, device: str, measured: _Measured) -> StepTi
 _SOURCES: tuple[Callable[[Planned, str, _Measured], StepTime | None], ...] = (
     _of_this_run,
     _of_runs_like_it,
-    # A prediction from the configuration belongs here: after what was measured, before the limit.
+    _predicted,
     _by_time_limit,
 )
 

@@ -45,10 +45,15 @@ class Selection:
         )
 
     @property
+    def of_paper(self) -> bool:
+        """Whether the model is one of the paper's."""
+        return self.runs.iloc[0]["model"] in read_claims()["models"]
+
+    @property
     def techniques(self) -> list[str]:
         """Those that are there, in the query's order."""
         there = set(self.runs["technique"])
-        return [name for name in self.query.techniques if name in there]
+        return [name for name in (*self.query.techniques, *self.query.extra) if name in there]
 
     def of(self, technique: str) -> pd.DataFrame:
         return self.runs[self.runs["technique"] == technique]
@@ -98,7 +103,8 @@ class Data:
         Raises:
             Missing: there is none.
         """
-        runs = self.runs[self.runs["technique"].isin(query.techniques) & self.runs["usual_ranks"].fillna(False)]
+        wanted = (*query.techniques, *query.extra)
+        runs = self.runs[self.runs["technique"].isin(wanted) & self.runs["usual_ranks"].fillna(False)]
         if query.probe is not None:
             probes = self.tables["probes"]
             runs = runs[runs["run"].isin(probes.loc[probes["probe"] == query.probe, "run"].unique())]
@@ -118,6 +124,8 @@ class Data:
         self.note(f"Measured: {selection.scale}.")
         if missing:
             self.note(f"Not there: {', '.join(missing)}. To make it: {query.command}")
+        if extra := [name for name in query.extra if name not in set(chosen["technique"])]:
+            self.note(f"Not there: {', '.join(extra)}. To make it: {query.extra_command}")
         return selection
 
     def table(self, name: str, runs: pd.DataFrame) -> pd.DataFrame:

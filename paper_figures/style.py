@@ -24,6 +24,7 @@ OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "
 HATCHES = {"measured": "", "predicted": "////", "paper": "...."}
 """How bars tell where a value is from, beside the legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+LINES = ("-", "--", "-.", ":")
 COLUMN, PAGE = 3.33, 7.0
 """Widths in inches."""
 RC: Any = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from optimus_cc.config.errors import Problem
+from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.schema import PositiveInt, strict
 
 
@@ -16,6 +17,9 @@ class SimulationConfig:
     """Price messages at what links were seen to give, or at what their hardware could. The other one is printed too."""
     ignore_memory: bool = False
     """Predict a layout though it doesn't fit into the devices' memory."""
+    fully_sharded: bool = False
+    """Price data parallelism as if weights were sharded too (FSDP, ZeRO-3), which training here can't do: each layer's
+    are gathered for its forward and for its backward pass, and its gradients scattered, behind computation."""
     trace: str | None = None
     """A file for the predicted step, which Perfetto and chrome://tracing open; null: none."""
     gantt: str | None = None
@@ -31,7 +35,14 @@ class SimulationConfig:
     gradient_bytes: Literal[2, 4] = 4
     """For task=calibrate: of one gradient's element in the measured runs."""
 
-    def problems(self, task: str) -> Iterator[Problem]:
+    def problems(self, task: str, parallel: ParallelConfig) -> Iterator[Problem]:
+        if self.fully_sharded and (parallel.pipeline_parallel_size > 1 or not parallel.distributed_optimizer):
+            yield Problem(
+                "simulation.fully_sharded",
+                True,
+                "false with several stages or without parallel.distributed_optimizer",
+                "parallel.pipeline_parallel_size=1 parallel.distributed_optimizer=true",
+            )
         for key, suffixes, example in (("trace", (".json",), "trace.json"), ("gantt", (".pdf", ".png"), "gantt.pdf")):
             value = getattr(self, key)
             if value is None:

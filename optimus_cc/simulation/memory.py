@@ -64,11 +64,12 @@ def _of_rank(plan: StepPlan, rank: int) -> Memory:
     stages = plan.of_rank(rank)
     parameters = sum(stage.traffic.parameters for stage in stages)
     owners = parallel.data_parallel_size if parallel.distributed_optimizer else 1
+    shards = parallel.data_parallel_size if config.simulation.fully_sharded else 1
     half = config.message_itemsize < 4
     return Memory(
         pipeline_rank=rank,
-        weights=parameters * config.message_itemsize,
-        gradients=parameters * plan.gradient_itemsize,
+        weights=parameters * config.message_itemsize / shards,
+        gradients=parameters * plan.gradient_itemsize / shards,
         optimizer=parameters * (12 if half else 8) / owners,  # two moments; a master copy of half-precision weights
         activations=_activations(plan, rank),
         compression=sum(s.traffic.message_memory_bytes + s.traffic.gradient_memory_bytes for s in stages),

@@ -108,7 +108,7 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
     # Passes of other stages on the critical path are what this rank waits for.
     parts["bubble"] -= parts["forward"] + parts["backward"]
     if parts["bubble"] < 0:
-        parts["inter_stage"] += parts["bubble"]
+        parts["inter_stage"] = max(0.0, parts["inter_stage"] + parts["bubble"])
         parts["bubble"] = 0.0
     for kind, seconds in _at_the_end(plan, hardware):
         parts[kind] = seconds
@@ -159,11 +159,25 @@ def _pass(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> _Pass:
     one = ring_s(hardware, group, 2 * tensor.passes_bytes, 2 * once)
     loss = 3 * ring_s(hardware, group, tensor.loss_bytes / 3, 2 * once) if tensor.loss_bytes else 0.0
     forward_s, backward_s = tensor.forward / 2 * one + loss, tensor.backward / 2 * one
+    if config.simulation.fully_sharded:
+        forward, backward = _behind(plan, hardware, stage, forward, 1), _behind(plan, hardware, stage, backward, 2)
     return _Pass(
         (forward + cost.PassTime(forward_s, tensor.forward / 2 * once * hardware.wait_s)).seconds,
         (backward + cost.PassTime(backward_s, tensor.backward / 2 * once * hardware.wait_s)).seconds,
         forward_s + backward_s,
     )
+
+
+def _behind(
+    plan: StepPlan, hardware: Hardware, stage: StagePlan, computed: cost.PassTime, collectives: int
+) -> cost.PassTime:
+    """A pass of a fully sharded stage, layer by layer behind ``collectives`` gathers or scatters of each layer's weights;
+    nothing hides the first layer's."""
+    group = plan.data_group
+    sent = plan.layer.parameters * plan.layer.itemsize * (group.size - 1) / group.size
+    one = collectives * ring_s(hardware, group, sent, group.size - 1)
+    device = max(computed.device, stage.layers * one) + min(one, computed.device / stage.layers)
+    return cost.PassTime(device, computed.host)
 
 
 def _work_s(plan: StepPlan, hardware: Hardware, passes: list[_Pass], work: Work) -> float:
@@ -226,7 +240,7 @@ def _reduction(
     done: when the rank has nothing left to pass on.
     """
     group = plan.data_group
-    if group.size == 1:
+    if group.size == 1 or plan.config.simulation.fully_sharded:  # that has reduced them by then
         return _Reduction((), done, done, 0.0)
     parallel = plan.config.parallel
     messages = (1 if parallel.distributed_optimizer else 2) * (group.size - 1)
@@ -292,5 +306,6 @@ def _at_the_end(plan: StepPlan, hardware: Hardware) -> Iterator[tuple[str, float
     owned /= replicas if parallel.distributed_optimizer else 1
     yield "optimizer", cost.optimizer_s(hardware, owned, plan.layer.itemsize, plan.gradient_itemsize)
     gathered = max(sum(s.traffic.parameter_gather_bytes for s in plan.of_rank(rank)) for rank in range(size))
+    gathered *= not plan.config.simulation.fully_sharded
     yield "parameter_gather", ring_s(hardware, plan.data_group, gathered, replicas - 1) if gathered else 0.0
     yield "overhead", hardware.step_s

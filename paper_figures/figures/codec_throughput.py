@@ -23,12 +23,14 @@ def values(data: Data) -> pd.DataFrame:
     if codecs.empty:
         raise Missing("measurements of codecs", BENCHMARK.command)
     both = 1 / (1 / codecs["encode_gbyte_s"] + 1 / codecs["decode_gbyte_s"])
-    codecs = codecs.assign(gbit_s=both * GBIT, message_mb=codecs["logical_bytes"] / 1e6)
+    codecs = codecs.assign(
+        device=codecs["device"].fillna("unknown device"), gbit_s=both * GBIT, message_mb=codecs["logical_bytes"] / 1e6
+    )
     # Of a case that was measured several times the newest: folders end with the time.
     keys = ["device", "host", "codec", "rank", "rows", "columns"]
     newest = codecs.sort_values("benchmark", kind="stable").drop_duplicates(keys, keep="last")
     hosts = newest.drop_duplicates(["device", "host"])
-    data.note(f"Measured on {', '.join(sorted(hosts['device'].fillna('an unknown device')))}; {len(newest)} cases.")
+    data.note(f"Measured on {', '.join(sorted(hosts['device']))}; {len(newest)} cases.")
     data.note_runs(sorted(newest["benchmark"].unique()))
     found = [
         {

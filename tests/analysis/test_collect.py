@@ -244,9 +244,9 @@ def test_benchmarks_of_codecs(runs: Path) -> None:
     folder = RunFolder(runs / "benchmarks" / "codecs-single-2024")
     folder.path.mkdir(parents=True)
     folder.config_path.write_text("model: {name: gpt_tiny}\nbenchmark: {name: codecs, shapes: null}\n")
-    folder.write_status(Status("finished", device="cuda"))
+    folder.write_status(Status("finished", device="cpu"))
     case = {"codec": "low_rank", "rank": 4, "rows": 256, "columns": 128, "logical_bytes": 131072, "encode_gbyte_s": 2.0}
-    folder.write_summary({"benchmark": "codecs", "codecs": [case, "junk"]})
+    folder.write_summary({"benchmark": "codecs", "device": "cuda", "codecs": [case, "junk"]})
     (row,) = rows(collect([runs]), "codecs")
     assert row["model"] == "gpt_tiny"
     assert (row["device"], row["rank"], row["encode_gbyte_s"]) == ("cuda", 4, 2.0)

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import paper_figures
 from analysis.collect import Tables
@@ -116,7 +117,7 @@ def test_every_axis_has_a_unit_and_every_panel_says_where_its_values_are_from(na
     draw = ITEMS[name].draw
     assert draw is not None
     draw(frame, figure)
-    texts = " ".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+    texts = " ".join(text.get_text() for text in figure.findobj(Text) if isinstance(text, Text))
     for kind in set(frame["kind"]):
         assert kind in texts, f"nothing says {kind}"
     for axes in figure.axes:
@@ -146,20 +147,22 @@ def test_without_data_it_says_what_is_missing_and_how_to_make_it(
     assert {path.suffix for path in made.files} >= forms
 
 
-def test_a_new_file_is_all_that_a_new_figure_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_new_file_is_all_that_a_new_figure_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tables: Tables
+) -> None:
+    """The one that the page shows."""
     from paper_figures import figures
 
-    (tmp_path / "mine.py").write_text(
-        "import pandas as pd\nfrom paper_figures.item import Item, Query, rows\n\n"
-        "def values(data): return rows('measured', [{'seed': 1, 'value': 2.0}])\n"
-        "def draw(frame, figure): figure.add_subplot().plot(frame['seed'], frame['value'])\n"
-        "ITEM = Item('Mine', 'Nothing.', 'Caption.', (Query('laptop/reproduce', ('cb',)),), values, draw)\n"
-    )
+    text = (CONF.parent / "docs" / "figures.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "training_loss.py").write_text(example)
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
     found = discover()
-    assert set(found) - set(ITEMS) == {"mine"}
-    made = make(found["mine"], Data({table: empty(table) for table in TABLES}), tmp_path / "out")
-    assert sorted(path.name for path in made.files) == ["mine.csv", "mine.pdf", "mine.png", "mine.svg"]
+    assert set(found) - set(ITEMS) == {"training_loss"}
+    made = make(found["training_loss"], Data(tables), tmp_path / "out")
+    assert sorted(path.suffix for path in made.files) == [".csv", ".pdf", ".png", ".svg"]
+    assert made.frame is not None
+    assert set(made.frame["technique"]) == {"baseline", "cb"}
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), pd.DataFrame({"value": [1]}), pd.DataFrame({"kind": ["guessed"]})])

@@ -1,0 +1,63 @@
+"""Rings and messages against arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimus_cc.simulation.collectives import Group, message_s, ring_s
+from optimus_cc.simulation.hardware import hardware
+from tests.simulation.configurations import cluster
+
+GB = 1e9
+
+
+def test_inside_a_node_a_ring_goes_at_its_link() -> None:
+    rates = hardware(cluster(gbit_s=8.0, intra_gbit_s=80.0, latency_us=1.0), "fp32", "line_rate")
+    # An all-reduce of 4 GB over 4 ranks: each sends 6 GB in 6 messages at 10 GB/s.
+    assert ring_s(rates, Group(4, 1), 6 * GB, 6) == pytest.approx(0.6 + 6e-6)
+    assert ring_s(rates, Group(1, 1), 6 * GB, 0) == 0
+
+
+def test_rings_side_by_side_share_the_nodes_link() -> None:
+    rates = hardware(cluster(gbit_s=80.0, intra_gbit_s=8000.0), "fp32", "line_rate")
+    # Data-parallel groups of tensor-parallel ranks: eight leave each node, or four with two members in it.
+    assert ring_s(rates, Group(4, 8), GB, 6) == pytest.approx(8 * 0.1)
+    assert ring_s(rates, Group(4, 4), GB, 6) == pytest.approx(4 * 0.1)
+    # One group of all ranks leaves a node once.
+    assert ring_s(rates, Group(16, 1), GB, 30) == pytest.approx(0.1)
+    # Its latency is that of the edges which leave a node, one of eight.
+    slow = hardware(cluster(gbit_s=None, intra_gbit_s=None, latency_us=8.0), "fp32", "line_rate")
+    assert ring_s(slow, Group(16, 1), GB, 30) == pytest.approx(30 * 8e-6)
+
+
+def test_messages_leave_the_node_where_stages_do() -> None:
+    rates = hardware(cluster(gbit_s=80.0, intra_gbit_s=800.0), "fp32", "line_rate")
+    assert message_s(rates, 4, 0, 1, GB) == pytest.approx(0.01)  # two stages in a node
+    assert message_s(rates, 4, 1, 2, GB) == pytest.approx(4 * 0.1)  # four ranks send at once
+    assert message_s(rates, 32, 0, 1, GB) == pytest.approx(8 * 0.1)
+    assert message_s(rates, 4, 2, 1, GB) == message_s(rates, 4, 1, 2, GB)
+
+
+def test_effective_rates_are_those_of_a_rank_while_all_of_its_node_send() -> None:
+    import dataclasses
+    from typing import Any
+
+    plain: Any = cluster(gbit_s=200.0)
+    link: Any = plain.inter_node
+    measured = dataclasses.replace(plain, inter_node=dataclasses.replace(link, ring_gbit_s=4.0, p2p_gbit_s=2.0))
+    rates = hardware(measured, "fp32", "effective")
+    assert ring_s(rates, Group(4, 8), GB, 6) == pytest.approx(8 / 4.0)
+    assert message_s(rates, 8, 0, 1, GB) == pytest.approx(8 / 2.0)
+    line = hardware(measured, "fp32", "line_rate")
+    assert ring_s(line, Group(4, 8), GB, 6) == pytest.approx(8 * 8 / 200)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8, 16])
+def test_fused_embedding_synchronisation_has_its_closed_form(replicas: int) -> None:
+    """V (3 D - 2) / D against V (2 D - 1) / D, priced: 1.429 times as fast at D = 4."""
+    rates = hardware(cluster(nodes=64, intra_gbit_s=None), "fp32", "line_rate")
+    volume = 80e6
+    reduced = ring_s(rates, Group(replicas, 8), 2 * volume * (replicas - 1) / replicas, 2 * (replicas - 1))
+    copies = ring_s(rates, Group(2, 8 * replicas * 3), volume, 2)
+    fused = ring_s(rates, Group(2 * replicas, 8), volume * (2 * replicas - 1) / replicas, 2 * (2 * replicas - 1))
+    assert (reduced + copies) / fused == pytest.approx((3 * replicas - 2) / (2 * replicas - 1))
