@@ -54,13 +54,18 @@ def values(data: Data) -> pd.DataFrame:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = figure.add_subplot()
     measured = frame[frame["kind"] == "measured"].sort_values("message_mb")
+    devices = measured["device"].nunique()
     for index, ((device, codec, rank), line) in enumerate(measured.groupby(["device", "codec", "rank"], sort=True)):
-        label = f"{codec.replace('_', '-')}, rank {rank:.0f}, {device}, measured"
+        label = f"{codec.replace('_', '-')}, rank {rank:.0f}{f', {device}' * (devices > 1)}"
         style = "-" if codec == "low_rank" else ":"
         axes.plot(line["message_mb"], line["value"], style, marker=MARKERS[index % 9], color=color(index), label=label)
     for _, row in frame[frame["kind"] == "paper"].iterrows():
         axes.axhline(row["value"], color="black", ls="--", lw=0.8, label=f"{row['device']}, paper's")
     axes.set(xlabel="message (MB)", ylabel="encode + decode (Gb/s)", xscale="log", yscale="log")
+    axes.set_title(f"measured on {', '.join(measured['device'].unique())}")
+    for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside lower center", ncols=2)
 
 
