@@ -117,7 +117,7 @@ def is_due(config: RunConfig, folder: RunFolder) -> bool:
         return False
     found = checkpoints.newest(folder.checkpoints)
     try:
-        return found is not None and bool(results.missing(folder, found, of_training(config, folder)))
+        return found is not None and bool(results.missing(folder, results.describe(found), of_training(config, folder)))
     except (OSError, DataError):
         return True  # the evaluation will say what is wrong
 
@@ -196,7 +196,8 @@ def _evaluate(
 ) -> list[dict[str, Any]]:
     try:
         trained.corpus_folder(config)  # which holds the vocabulary
-        missing = results.kinds(config) if config.force else results.missing(run, found, config)
+        checkpoint = results.describe(found)
+        missing = results.kinds(config) if config.force else results.missing(run, checkpoint, config)
     except (OSError, DataError) as error:
         raise RunFailed(f"the data can't be read: {error}") from None
     progress = Progress(0)
@@ -206,7 +207,7 @@ def _evaluate(
         this: Any = config
         fixed: RunConfig = replace(this, checkpoint=found.step)
         _measure(fixed, run, found, missing, stop, start, ranks_here, progress)
-    there = results.there(run, found, config)
+    there = results.there(run, checkpoint, config)
     for result in there:
         progress.print(table(result))
         path = results.path_of(run, found.step, result["kind"], result["settings"])
