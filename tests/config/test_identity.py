@@ -39,6 +39,7 @@ GROUPS_NOT_COMPUTED = (
     "benchmark.",
     "export.",
     "launcher.",
+    "simulation.",
     "tracking.",
     "training.checkpoint.",
     "training.probes.",
