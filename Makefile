@@ -1,8 +1,15 @@
-# make reproduce: install, train the main comparison, print its table.   make test: install, run the tests.
+# make reproduce: install, train a small study of all techniques, make the tables, figures and the report.
+# make reproduce SCALE=paper: print what that would be at the paper's size, start nothing.
+# make figures: tables, figures and the report, from the runs that are there.   make test: install, run the tests.
 # make slurm-up, make slurm-down: start and stop a SLURM cluster of four nodes on this machine; as root.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# small or paper.
+SCALE ?= small
+# Where runs are, and where the report goes.
+RUNS ?= runs
+REPORT ?= report
 # Of the cluster: where its files are (default: in a temporary folder), and 1 for a database of jobs.
 SLURM_FOLDER ?=
 SLURM_ACCOUNTING ?=
@@ -13,11 +20,30 @@ export PYTHONUNBUFFERED = 1
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: reproduce test lint install slurm-up slurm-down clean
+.PHONY: reproduce figures test lint install slurm-up slurm-down clean
 
+# All of the paper's tables and figures that take trainings; some share runs.
+PAPERS_RECIPES = table_pretraining table_lazy_error figure_motivation figure_stage_fraction_rank figure_breakdown \
+	figure_layouts figure_scaling
+
+ifeq ($(SCALE),paper)
 reproduce: $(INSTALLED)
-	$(RUN) run.py -m +ablation=baseline,cb,cb_no_epilogue
-	@$(RUN) -m analysis table
+	@for recipe in $(PAPERS_RECIPES); do \
+		echo; echo "== $(RUN) run.py experiment=$$recipe"; \
+		$(RUN) run.py experiment=$$recipe launcher.dry_run=true || exit 1; done
+else ifeq ($(SCALE),small)
+reproduce: $(INSTALLED)
+	$(RUN) run.py experiment=laptop/reproduce runs_dir='$(RUNS)'
+	@ls -d '$(RUNS)'/benchmarks/codecs-* >/dev/null 2>&1 || \
+		$(RUN) run.py experiment=laptop/figure_codec_throughput runs_dir='$(RUNS)' model=gpt_tiny,gpt_mini
+	@$(MAKE) --no-print-directory figures
+else
+reproduce:
+	@echo "error: SCALE=$(SCALE): small or paper" >&2; exit 1
+endif
+
+figures: $(INSTALLED)
+	$(RUN) -m paper_figures --runs '$(RUNS)' --output '$(REPORT)'
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

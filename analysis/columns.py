@@ -131,11 +131,14 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
     },
     "evaluation": {
         **_RUN,
-        "task": _text("of the zero-shot evaluation"),
-        "metric": _text("name of the measure"),
+        "kind": _text("zero_shot or perplexity"),
+        "step": _count("of the checkpoint that was evaluated"),
+        "task": _text("of a zero-shot evaluation"),
+        "metric": _text("name of the measure, which says its unit"),
         "value": _real("", "what was measured"),
-        "standard_error": _real("", "of that value over the examples"),
-        "examples": _count("how many there were"),
+        "standard_error": _real("", "of that value over the items"),
+        "items": _count("how many were evaluated; of a perplexity tokens"),
+        "limit": _count("of items, if not all were to be evaluated"),
         "source": _text("the file it was read from"),
     },
     "probes": {

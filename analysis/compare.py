@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -112,7 +112,7 @@ def _pairs(a: pd.DataFrame, b: pd.DataFrame, margin: float, confidence: float) -
         other = b[b["setting"] == setting]
         found: dict[str, statistics.Comparison] = {}
         for column in COMPARED:
-            values: list[dict[Hashable, float]] = [
+            values: list[dict[int, float]] = [
                 {int(seed): float(value) for seed, value in zip(group["seed"], group[column], strict=True)}
                 for group in (one.dropna(subset=["seed", column]), other.dropna(subset=["seed", column]))
             ]

@@ -242,16 +242,21 @@ def _evaluation(run_id: str, folder: Path, remarks: list[str]) -> Rows:
         if content is None:
             remarks.append(f"evaluation/{file.name} can't be read")
             continue
-        for task, measures in _mapping(content.get("results")).items():
-            for metric, value in _mapping(measures).items():
-                key, _, filtered = metric.partition(",")
-                if key.endswith("_stderr") or number(value) is None or filtered not in ("", "none"):
-                    continue
-                error = _mapping(measures).get(f"{key}_stderr{',' + filtered if filtered else ''}")
-                samples = _mapping(_mapping(content.get("n-samples")).get(task)).get("effective")
-                row = (run_id, task, key, value, error, samples, file.name)
-                for name, cell in zip(rows, row, strict=True):
-                    rows[name].append(cell)
+        common = {
+            "run": run_id,
+            "kind": content.get("kind"),
+            "step": _mapping(content.get("checkpoint")).get("step"),
+            "limit": content.get("limit"),
+            "source": file.name,
+        }
+        # A zero-shot evaluation has tasks with measures each; one of perplexities is its own and only one.
+        for task, measured in ((None, content), *_mapping(content.get("tasks")).items()):
+            for metric, found in _mapping(_mapping(measured).get("metrics")).items():
+                counts = _mapping(_mapping(measured).get("items"))
+                row = {**common, "task": task, "metric": metric, "items": counts.get("evaluated", counts.get("tokens"))}
+                row |= {key: _mapping(found).get(key) for key in ("value", "standard_error")}
+                for name, cells in rows.items():
+                    cells.append(row.get(name))
     return rows
 
 
@@ -263,7 +268,7 @@ def codec_rows(folder: RunFolder) -> Rows:
     common: dict[str, Any] = {
         "benchmark": folder.run_id,
         "model": None if _mapping(config.get("benchmark")).get("shapes") else _mapping(config.get("model")).get("name"),
-        "device": status.device if status else None,
+        "device": summary.get("device", status.device if status else None),
         "host": _text(provenance.get("host")),
     }
     return {name: [common.get(name, row.get(name)) for row in rows] for name in TABLES["codecs"]}
@@ -274,7 +279,10 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
-        return float(value) if abs(value) < math.inf or isinstance(value, float) else None
+        try:
+            return float(value)
+        except OverflowError:
+            return None
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
 
 

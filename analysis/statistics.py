@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from scipy.special import stdtr, stdtrit
 
@@ -58,7 +58,7 @@ class Comparison:
     """Of the t test that there is no difference; None with fewer than two pairs."""
     p_equivalent: float | None
     """Of the two one-sided tests that the difference is at least the margin; None likewise."""
-    left_out: tuple[Hashable, ...] = ()
+    left_out: tuple[Any, ...] = ()
     """Seeds that only one of the two has, or whose value is not finite."""
 
     @property
@@ -88,7 +88,7 @@ class Comparison:
 
 
 def mean(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
-    """Mean with Student's t interval.
+    """Mean with Student's t interval; there is none if a value is not finite.
 
     Raises:
         ValueError: there are no values.
@@ -96,16 +96,17 @@ def mean(values: Sequence[float], confidence: float = CONFIDENCE) -> Mean:
     n = len(values)
     if n == 0:
         raise ValueError("the mean of no values")
-    centre = statistics.fmean(values)
-    if n < 2:
+    finite = all(map(math.isfinite, values))
+    centre = statistics.fmean(values) if finite else math.nan
+    if n < 2 or not finite:
         return Mean(centre, None, None, n, confidence)
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * _standard_error(values)
     return Mean(centre, centre - half, centre + half, n, confidence)
 
 
 def compare(
-    baseline: Mapping[Hashable, float],
-    other: Mapping[Hashable, float],
+    baseline: Mapping[Any, float],
+    other: Mapping[Any, float],
     *,
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from launchers import own_folder
 from launchers.local import RunRanks, choose_device, import_path, rank_command, relative, run_ranks
-from launchers.progress import PLAIN_INTERVAL_S, Progress, number
+from launchers.progress import PLAIN_INTERVAL_S, Progress
+from launchers.scores import table
 from launchers.supervise import Stop, last_lines
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
@@ -260,22 +261,3 @@ def _shown(folder: RunFolder, progress: Progress) -> Callable[[], None]:
         progress.update(())
 
     return on_poll
-
-
-def table(result: dict[str, Any]) -> str:
-    """A result as lines for a person."""
-    limit = f", the first {result['limit']} of each" if result.get("limit") else ""
-    if result["kind"] == "perplexity":
-        counts = result["items"]
-        lines = [f"perplexity of {counts['documents']:,} documents, {counts['tokens']:,} tokens"]
-        lines += [f"  {name:<18}{number(metric['value']):>10}" for name, metric in result["metrics"].items()]
-        return "\n".join(lines)
-    lines = [f"zero-shot, lm-eval {result['versions']['lm_eval']}{limit}"]
-    for name, task in result["tasks"].items():
-        for metric, values in task["metrics"].items():
-            error = values["standard_error"]
-            told = "" if error is None else f" ± {number(error)}"
-            shots = f", {task['num_fewshot']}-shot" if task["num_fewshot"] else ""
-            items_ = "" if task["items"] is None else f"  {task['items']['evaluated']} items{shots}"
-            lines.append(f"  {name:<18}{metric:<12}{number(values['value']):>8}{told:<12}{items_}")
-    return "\n".join(lines)

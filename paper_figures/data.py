@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,9 +18,8 @@ from optimus_cc.config import ConfigError
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
-    from optimus_cc.simulation import Prediction
-
     from optimus_cc.config import RunConfig
+    from optimus_cc.simulation import Prediction
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 
@@ -46,15 +45,20 @@ class Selection:
         )
 
     @property
+    def of_paper(self) -> bool:
+        """Whether the model is one of the paper's."""
+        return self.runs.iloc[0]["model"] in read_claims()["models"]
+
+    @property
     def techniques(self) -> list[str]:
         """Those that are there, in the query's order."""
         there = set(self.runs["technique"])
-        return [name for name in self.query.techniques if name in there]
+        return [name for name in (*self.query.techniques, *self.query.extra) if name in there]
 
     def of(self, technique: str) -> pd.DataFrame:
         return self.runs[self.runs["technique"] == technique]
 
-    def by_seed(self, technique: str, column: str) -> dict[Hashable, float]:
+    def by_seed(self, technique: str, column: str) -> dict[int, float]:
         """A value for each seed, where there is one."""
         found = self.of(technique).dropna(subset=[column])
         return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}
@@ -99,7 +103,8 @@ class Data:
         Raises:
             Missing: there is none.
         """
-        runs = self.runs[self.runs["technique"].isin(query.techniques) & self.runs["usual_ranks"].fillna(False)]
+        wanted = (*query.techniques, *query.extra)
+        runs = self.runs[self.runs["technique"].isin(wanted) & self.runs["usual_ranks"].fillna(False)]
         if query.probe is not None:
             probes = self.tables["probes"]
             runs = runs[runs["run"].isin(probes.loc[probes["probe"] == query.probe, "run"].unique())]
@@ -119,6 +124,8 @@ class Data:
         self.note(f"Measured: {selection.scale}.")
         if missing:
             self.note(f"Not there: {', '.join(missing)}. To make it: {query.command}")
+        if extra := [name for name in query.extra if name not in set(chosen["technique"])]:
+            self.note(f"Not there: {', '.join(extra)}. To make it: {query.extra_command}")
         return selection
 
     def table(self, name: str, runs: pd.DataFrame) -> pd.DataFrame:

@@ -31,6 +31,8 @@ class Query:
     recipe: str
     """``experiment=`` option that makes these runs."""
     techniques: tuple[str, ...]
+    extra: tuple[str, ...] = ()
+    """Ablations that the recipe leaves out and that are shown where they were run."""
     probe: str | None = None
     """A probe that they must have measured."""
     baseline: str = "baseline"
@@ -38,6 +40,10 @@ class Query:
     @property
     def command(self) -> str:
         return f"python run.py experiment={self.recipe}"
+
+    @property
+    def extra_command(self) -> str:
+        return f"{self.command} +ablation={','.join(self.extra)}"
 
 
 @dataclass(frozen=True)

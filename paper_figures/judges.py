@@ -17,7 +17,6 @@ from paper_figures.verdicts import Verdict, Word, judge, judged_unchanged, judge
 
 Claim = Mapping[str, Any]
 STUDY = "laptop/reproduce"
-SMALL = "A small model on one machine; the paper's is larger by three orders of magnitude."
 NEAR_POINTS = 2.0
 """Percentage points within which a predicted gain counts as the paper's."""
 PAPERS_SIZE = "the paper's: 128 A100 and more, simulated"
@@ -43,7 +42,7 @@ def slightly_worse(data: Data, claim: Claim) -> Verdict:
     high = comparison.difference.high
     if word == "reproduced" and high is not None and 100 * high / comparison.baseline > 2 * claim["percent"]:
         word = "not reproduced"
-        why = f"Worse, but the interval reaches beyond twice the paper's {claim['percent']} %. {SMALL}"
+        why = f"Worse, but the interval reaches beyond twice the paper's {claim['percent']} %."
     return measured(selection, word, why, evidence, ("baseline", "cb_fe_sc"))
 
 
@@ -146,6 +145,7 @@ def needs_hardware(data: Data, claim: Claim) -> Verdict:
 
 @judge("memory_workspace", "memory_lazy_error")
 def memory_share(data: Data, claim: Claim) -> Verdict:
+    """A share of memory depends on the size of everything else, so a small model shows nothing of the paper's."""
     part = "workspaces" if claim["id"] == "memory_workspace" else "residuals"
     frame = memory.values(data)
     rows = frame[(frame["kind"] == "measured") & (frame["quantity"] == f"{part} over baseline")]
@@ -154,11 +154,19 @@ def memory_share(data: Data, claim: Claim) -> Verdict:
         raise Missing("runs of cb with the probe memory", memory.QUERY.command)
     percent = claim["percent"]
     low, high = percent if isinstance(percent, list) else (0.0, 2 * percent)
-    word: Word = "reproduced" if low <= shares.max() <= high else "not reproduced"
     evidence = f"{shares.min():.2f} to {shares.max():.2f} % over the stages of CB"
-    scale = data.notes[data.item][0].removeprefix("Measured: ")
-    why = f"Against {low:g} to {high:g} % at the stage where it is most. {SMALL} Shares of memory depend on its size."
-    return Verdict(word, why, evidence, scale, tuple(sorted(data.used[data.item])))
+    runs = tuple(sorted(data.used[data.item]))
+    models = set(data.runs.loc[data.runs["run"].isin(runs), "model"])
+    if not models <= set(data.paper["models"]):
+        why = "The share depends on the model's size, and no model of the paper was run with the probe."
+        return Verdict("not tested here", why, evidence, _scale(data), runs)
+    word: Word = "reproduced" if low <= shares.max() <= high else "not reproduced"
+    return Verdict(word, f"Against {low:g} to {high:g} % at the stage where it is most.", evidence, _scale(data), runs)
+
+
+def _scale(data: Data) -> str:
+    """What the selection of the claim's runs has noted."""
+    return data.notes[data.item][0].removeprefix("Measured: ").removesuffix(".")
 
 
 @judge("error_independence")
@@ -170,7 +178,7 @@ def independence(data: Data, claim: Claim) -> Verdict:
     largest = max(map(abs, cosines))
     word: Word = "reproduced" if largest < 0.1 else "not reproduced"
     evidence = f"Mean cosine similarity {overall.value:+.4f}; largest of any probed step {largest:.4f}"
-    scale = data.notes[data.item][0].removeprefix("Measured: ")
+    scale = _scale(data)
     return Verdict(
         word,
         "Near zero is taken as below 0.1 at every probed step.",
@@ -202,7 +210,7 @@ def stage_or_rank(data: Data, claim: Claim) -> Verdict:
         f"At equal volume the rank's perplexity is {gap:+.2f} against the fraction's; intervals are ± {noise:.2f}"
     )
     runs = tuple(sorted(data.used[data.item]))
-    scale = data.notes[data.item][0].removeprefix("Measured: ")
+    scale = _scale(data)
     if not noise or abs(gap) <= noise:
         return Verdict(
             "not tested here", "Inconclusive: the gap is within the seeds' intervals.", evidence, scale, runs
@@ -219,12 +227,12 @@ def zero_shot_accuracy(data: Data, claim: Claim) -> Verdict:
     wide = frame.pivot_table(index="task", columns="technique", values="accuracy_percent")
     change = (wide.get("cb_fe", wide["baseline"]) - wide["baseline"]).mean()
     evidence = f"Mean change of accuracy over {tasks} tasks with CB+FE: {change:+.2f} points"
-    why = f"Models of this size score near chance, so that unchanged accuracy says nothing. {SMALL}"
+    why = "Models of this size score near chance, so that unchanged accuracy says nothing."
     return Verdict(
         "not tested here",
         why,
         evidence,
-        data.notes[data.item][0].removeprefix("Measured: "),
+        _scale(data),
         tuple(sorted(data.used[data.item])),
     )
 

@@ -94,4 +94,11 @@ def gains(data: Data, query: Query, same: Sequence[str], varied: str) -> list[di
     rows = [point for _, points in found if len(points) == most for point in points]
     for row in rows:
         data.note_runs(row.pop("runs"))
+    if rows:
+        chosen = runs[runs["run"].isin(data.used[data.item])]
+        steps, seeds = sorted(chosen["total_steps"].unique()), chosen["seed"].nunique()
+        data.note(
+            f"Measured: {', '.join(sorted(chosen['model'].unique()))}; {' and '.join(map(str, steps))} steps, up to "
+            f"{seeds} seed{'s' * (seeds != 1)}, {', '.join(sorted(chosen['device'].unique()))}."
+        )
     return rows

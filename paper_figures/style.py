@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES = (".pdf", ".svg", ".png")
-OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#7f7f7f", "#000000")
-"""The palette of Okabe and Ito (2008)."""
+OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#5a5a5a", "#000000")
+"""The palette of Okabe and Ito (2008), and a grey."""
 HATCHES = {"measured": "", "predicted": "////", "paper": "...."}
 """How bars tell where a value is from, beside the legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+LINES = ("-", "--", "-.", ":")
 COLUMN, PAGE = 3.33, 7.0
 """Widths in inches."""
 RC: Any = {

@@ -62,6 +62,8 @@ def verdicts(data: Data) -> list[Verdict]:
 def measured(selection: Selection, word: Word, why: str, evidence: str, techniques: Sequence[str]) -> Verdict:
     """With the runs of some techniques as evidence."""
     runs = selection.runs[selection.runs["technique"].isin(techniques)]
+    if not selection.of_paper:
+        why += " At this size, which is far below the paper's."
     return Verdict(word, why, evidence, selection.scale, tuple(runs["run"]))
 
 

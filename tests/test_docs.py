@@ -184,7 +184,8 @@ def test_command_lines_compose(line: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert composed(line)
 
 
-DOTTED = re.compile(r"((?:technique|parallel|training|model|data|tokenizer|optimizer|cluster)(?:\.\w+)+)(?:=.*)?")
+GROUPS_OF_KEYS = "technique|parallel|training|model|data|tokenizer|optimizer|cluster|evaluation"
+DOTTED = re.compile(rf"((?:{GROUPS_OF_KEYS})(?:\.\w+)+)(?:=.*)?")
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
@@ -220,6 +221,14 @@ def known_keys() -> frozenset[str]:
         elif file.parent.name != "ablation":
             keys |= set(walk({key: value for key, value in content.items() if key != "defaults"}, file.parent.name))
     return frozenset(keys)
+
+
+def test_every_key_of_an_evaluation_has_its_default_in_the_page() -> None:
+    config = one("").to_mapping()
+    table = {key: cell for key, cell in rows(page("evaluation.md")).items() if key.startswith("evaluation.")}
+    assert set(table) == {f"evaluation.{key}" for key in config["evaluation"]}
+    for key, cell in table.items():
+        assert stated(cell, "cb", config) == look_up(config, key), key
 
 
 @pytest.mark.parametrize(("name", "file"), [("local", "sweeps.md"), ("slurm", "slurm.md")])

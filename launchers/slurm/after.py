@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from optimus_cc.config import RunConfig
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.parallel import ParallelConfig
+
+_WORDS = ("null", "true", "false", "nan", "inf")
+"""What Hydra does not take for text."""
 
 
 def script(
@@ -68,7 +72,7 @@ def _largest_part(size: int, room: int) -> int:
 def _evaluation(one: Planned, place: Place) -> str:
     """The command that evaluates one run; one that fails doesn't stop those after it."""
     config, layout = one.config, evaluated_layout(one.config)
-    command = [sys.executable, str(place.code / "run.py"), "task=evaluate", f"run={_quoted(str(one.folder.path))}"]
+    command = [place.python, str(place.code / "run.py"), "task=evaluate", f"run={_quoted(str(one.folder.path))}"]
     if layout.world_size != config.parallel.world_size:
         names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         command += ["parallel=single", *(f"parallel.{name}={getattr(layout, name)}" for name in names)]
@@ -85,6 +89,8 @@ def _quoted(value: Any) -> str:
     """A value as an override of Hydra's."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_quoted, value))}]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_/][\w./-]*", value) and value.lower() not in _WORDS:
+        return value
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower()

@@ -24,7 +24,7 @@ from typing import Any
 from launchers import job, local
 from launchers.slurm import after, commands, record
 from launchers.slurm.commands import SlurmError
-from launchers.slurm.node import Verdict, read_verdict
+from launchers.slurm.node import LATE_FILE_S, Verdict, read_verdict
 from launchers.slurm.record import Record
 from launchers.slurm.resources import Resources
 from launchers.slurm.script import srun_command
@@ -41,8 +41,6 @@ _LOOK_S = 2.0
 """How often a job looks whether somebody wants it to stop."""
 _SRUN_ENDS_S = 60.0
 """How long srun may take to give up, beyond the ranks' grace, after a node has told of a failure."""
-_LATE_FILE_S = 30.0
-"""How late a network file system may show what another node has written."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ def _watch(
 
 def _judge(popen: subprocess.Popen[bytes], nodes: int, folder: RunFolder, stop: Stop, log: Path) -> None:
     """Say how the ranks of all nodes ended. Returns if they ended well."""
-    deadline = time.monotonic() + _LATE_FILE_S
+    deadline = time.monotonic() + LATE_FILE_S
     while True:
         verdicts = [read_verdict(folder, node) for node in range(nodes)]
         failed = [verdict for verdict in verdicts if verdict is not None and verdict.state == "failed"]

@@ -17,9 +17,14 @@ from launchers.local import import_path, rank_command
 from launchers.slurm.resources import Resources
 from launchers.supervise import OthersMayBeTheCause, PatientStop, Stop, World, supervise
 from optimus_cc import process
+from optimus_cc.config import RunConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.records import read_json_object, replace_file, to_json
 from optimus_cc.runs import RunFailed, RunFolder, RunPreempted
+from optimus_cc.training.corpus import is_prepared
+
+LATE_FILE_S = 30.0
+"""How late a network file system may show what another node has written."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ def run(folder: RunFolder, node: int, device: str, rendezvous: str, stop: Stop) 
     assert isinstance(launcher, SlurmConfig)
     local = resources.ranks_per_node
     try:
+        if resources.nodes > 1:
+            _check_that_the_corpus_is_here(config)
         supervise(
             rank_command(folder, config),
             local,
@@ -83,6 +90,22 @@ def run(folder: RunFolder, node: int, device: str, rendezvous: str, stop: Stop) 
         return 1
     say("finished")
     return 0
+
+
+def _check_that_the_corpus_is_here(config: RunConfig) -> None:
+    """The first node has prepared it; ranks of a node that can't see it would each fail in their own way.
+
+    Raises:
+        RunFailed: it is not there, also after a while.
+    """
+    deadline = time.monotonic() + LATE_FILE_S
+    while not is_prepared(config):
+        if time.monotonic() > deadline:
+            raise RunFailed(
+                f"data.cache_dir={config.data.cache_dir} on {socket.gethostname()} does not hold the corpus that the "
+                "job's first node has prepared: with several nodes it must be a folder that all of them share"
+            )
+        time.sleep(0.5)
 
 
 def main(arguments: list[str] | None = None) -> int:

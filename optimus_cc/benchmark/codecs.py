@@ -43,7 +43,7 @@ def measure(
         row |= _case(codec, shape, dtype, device, benchmark.repetitions, config.training.seed)
         rows.append(row)
         record({"kind": "codec", **row, "done": index + 1, "total": len(cases)})
-    return {"benchmark": benchmark.name, "threads": torch.get_num_threads(), "codecs": rows}
+    return {"benchmark": benchmark.name, "device": device.type, "threads": torch.get_num_threads(), "codecs": rows}
 
 
 def _case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -62,13 +63,21 @@ def load(settings: EvaluationConfig) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     if settings.data_dir is None:
-        manager = TaskManager()
+        manager = _all_tasks()
         _check_names(settings.tasks, manager.all_tasks)
         loaded: dict[str, Any] = manager.load(list(settings.tasks))
         return loaded
     found = [_local(task, settings.data_dir) for task in settings.tasks]
     loaded = TaskManager(include_defaults=False).load(found)
     return loaded
+
+
+@functools.cache
+def _all_tasks() -> Any:
+    """lm-eval's index of its tasks, which takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
@@ -105,9 +114,7 @@ def _description(task: str) -> Path:
         assert package is not None
         assert package.origin is not None
         return Path(package.origin).parent / "tasks" / _FILES[task]
-    from lm_eval.tasks import TaskManager
-
-    index = TaskManager().task_index
+    index = _all_tasks().task_index
     _check_names([task], list(index))
     path = index[task].yaml_path
     if path is None or "task" not in (index[task].cfg or {}) or not isinstance((index[task].cfg or {})["task"], str):

@@ -44,7 +44,9 @@ def measured(data: Data) -> list[dict[str, object]]:
         own = probes[probes["technique"] == technique]
         for phase in PHASES:
             seconds = (own[f"{phase}_fraction"] * own["step_time_s"]).groupby(own["seed"]).mean()
-            cells = interval(mean(seconds.tolist()))
+            if seconds.isna().all():
+                continue
+            cells = interval(mean(seconds.dropna().tolist()))
             row = {"kind": "measured", "model": model, "technique": technique, "quantity": phase, "unit": "s"}
             found.append({**row, **cells})
     return found

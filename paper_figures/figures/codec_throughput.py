@@ -23,12 +23,14 @@ def values(data: Data) -> pd.DataFrame:
     if codecs.empty:
         raise Missing("measurements of codecs", BENCHMARK.command)
     both = 1 / (1 / codecs["encode_gbyte_s"] + 1 / codecs["decode_gbyte_s"])
-    codecs = codecs.assign(gbit_s=both * GBIT, message_mb=codecs["logical_bytes"] / 1e6)
+    codecs = codecs.assign(
+        device=codecs["device"].fillna("unknown device"), gbit_s=both * GBIT, message_mb=codecs["logical_bytes"] / 1e6
+    )
     # Of a case that was measured several times the newest: folders end with the time.
     keys = ["device", "host", "codec", "rank", "rows", "columns"]
     newest = codecs.sort_values("benchmark", kind="stable").drop_duplicates(keys, keep="last")
     hosts = newest.drop_duplicates(["device", "host"])
-    data.note(f"Measured on {', '.join(sorted(hosts['device'].fillna('an unknown device')))}; {len(newest)} cases.")
+    data.note(f"Measured on {', '.join(sorted(hosts['device']))}; {len(newest)} cases.")
     data.note_runs(sorted(newest["benchmark"].unique()))
     found = [
         {
@@ -52,13 +54,18 @@ def values(data: Data) -> pd.DataFrame:
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
     axes = figure.add_subplot()
     measured = frame[frame["kind"] == "measured"].sort_values("message_mb")
+    devices = measured["device"].nunique()
     for index, ((device, codec, rank), line) in enumerate(measured.groupby(["device", "codec", "rank"], sort=True)):
-        label = f"{codec.replace('_', '-')}, rank {rank:.0f}, {device}, measured"
+        label = f"{codec.replace('_', '-')}, rank {rank:.0f}{f', {device}' * (devices > 1)}"
         style = "-" if codec == "low_rank" else ":"
         axes.plot(line["message_mb"], line["value"], style, marker=MARKERS[index % 9], color=color(index), label=label)
     for _, row in frame[frame["kind"] == "paper"].iterrows():
         axes.axhline(row["value"], color="black", ls="--", lw=0.8, label=f"{row['device']}, paper's")
     axes.set(xlabel="message (MB)", ylabel="encode + decode (Gb/s)", xscale="log", yscale="log")
+    axes.set_title(f"measured on {', '.join(measured['device'].unique())}")
+    for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside lower center", ncols=2)
 
 

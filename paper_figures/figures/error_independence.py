@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUERY = Query("laptop/figure_error_independence", ("cb", "cb_no_epilogue"), probe="error_independence", baseline="cb")
-COSINE, RESIDUAL = "cosine similarity", "mean of the residual over its rms"
+COSINE, RESIDUAL = "cosine similarity", "residual's mean over its rms"
 
 
 def values(data: Data) -> pd.DataFrame:
@@ -48,7 +48,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
             axes.fill_between(line["step"], low, high, color=color(index), alpha=0.15, lw=0)
         for value in part.loc[part["kind"] == "paper", "value"]:
             axes.axhline(value, color="black", ls="--", lw=0.8, label="near zero, paper's")
-        limit = max(0.1, 1.1 * part[["value", "low", "high"]].abs().max().max())
+        limit = max(0.1 if quantity == COSINE else 1e-9, 1.1 * part[["value", "low", "high"]].abs().max().max())
         axes.set(xlabel="training step", ylabel=f"{quantity} (no unit)", ylim=(-limit, limit))
         axes.legend()
 

@@ -9,7 +9,7 @@ import pandas as pd
 from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query, rows
 from paper_figures.measure import over_steps
-from paper_figures.style import COLUMN, MARKERS, color, shown
+from paper_figures.style import COLUMN, LINES, MARKERS, color, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,9 +31,12 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
     for index, technique in enumerate(frame["technique"].unique()):
         line = frame[frame["technique"] == technique]
         label = f"{shown(technique)}, n = {line['n'].max()}"
-        axes.plot(line["step"], line["value"], marker=MARKERS[index], color=color(index), label=label)
+        style = LINES[index % len(LINES)]  # curves that lie on each other stay visible
+        axes.plot(line["step"], line["value"], style, marker=MARKERS[index], color=color(index), label=label)
         axes.fill_between(line["step"], line["low"], line["high"], color=color(index), alpha=0.15, lw=0)
     axes.set(xlabel="training step", ylabel="validation perplexity (per token)", yscale="log", title="measured")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter("{x:.0f}")
     axes.legend()
 
 

@@ -8,13 +8,15 @@ from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query
 
 QUERY = Query("laptop/table_pretraining", ("baseline", "cb", "cb_fe", "cb_fe_sc"))
-COMMAND = "python run.py -m experiment=laptop/table_zero_shot task=evaluate"
+COMMAND = "python run.py task=evaluate run=RUN, for each of these runs"
 
 
 def values(data: Data) -> pd.DataFrame:
     selection = data.select(QUERY)
     table = data.table("evaluation", selection.runs)
-    table = table[table["metric"] == "acc"]
+    table = table[(table["kind"] == "zero_shot") & (table["metric"] == "acc")]
+    # The newest checkpoint, and of its results those over most items.
+    table = table.sort_values(["step", "items"], kind="stable").drop_duplicates(["run", "task"], keep="last")
     if table.empty:
         raise Missing("zero-shot results of these runs (accuracy)", COMMAND)
     found = []
@@ -26,7 +28,7 @@ def values(data: Data) -> pd.DataFrame:
                 "technique": technique,
                 "accuracy_percent": 100 * group["value"].mean(),
                 "standard_error_percent": 100 * group["standard_error"].mean(),
-                "examples": int(group["examples"].max()) if group["examples"].notna().any() else None,
+                "items": int(group["items"].max()) if group["items"].notna().any() else None,
                 "seeds": group["seed"].nunique(),
             }
         )
@@ -37,7 +39,7 @@ ITEM = Item(
     title="Zero-shot accuracy",
     paper="On LAMBADA, PIQA, MathQA, WinoGrande and RACE, CB+FE leaves accuracy as it is, and CB+FE+SC loses "
     "fractions of a point.",
-    caption="Accuracy in per cent, mean over seeds, with the standard error over examples. Models as small as those "
+    caption="Accuracy in per cent, mean over seeds, with the standard error over items. Models as small as those "
     "that can be trained here score near chance: differences mean little.",
     needs=(QUERY,),
     values=values,
@@ -47,7 +49,7 @@ ITEM = Item(
         ("technique", "technique"),
         ("accuracy_percent", "accuracy (%)"),
         ("standard_error_percent", "± standard error (%)"),
-        ("examples", "examples"),
+        ("items", "items"),
         ("seeds", "seeds"),
     ),
 )

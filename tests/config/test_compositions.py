@@ -296,7 +296,10 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "task=benchmark": "benchmark=cost",
         "task=simulate": "cluster=a100_hdr200",
         "task=calibrate": f"cluster=a100_hdr200 simulation.measured={corpus}",
-        "task=export": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}",
+        **{
+            f"task={name}": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}"
+            for name in ("evaluate", "export")
+        },
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",

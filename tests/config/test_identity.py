@@ -37,6 +37,7 @@ NOT_COMPUTED = {
 GROUPS_NOT_COMPUTED = (
     "cluster.",
     "benchmark.",
+    "evaluation.",
     "export.",
     "launcher.",
     "simulation.",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc.config import RunConfig
+from optimus_cc.evaluation.windows import Part
 from tests.configurations import SEQUENCE, VOCABULARY
 from tests.training_runs import backend_in_world
 
@@ -23,17 +24,25 @@ def save(config: RunConfig, folder: Path) -> None:
     Checkpoints(config, folder, backend).save(loop.Trainer.build(config, backend, VOCABULARY), {})
 
 
-def scores(
+def scores(config: RunConfig, folder: Path, requests: Sequence[Request], **options: Any) -> list[tuple[float, bool]]:
+    """Log-probability, and whether it is the likeliest, of each continuation."""
+    from optimus_cc.evaluation import windows
+
+    parts = [windows.continuation(context, target, SEQUENCE) for context, target in requests]
+    return scores_of_parts(config, folder, parts, **options)
+
+
+def scores_of_parts(
     config: RunConfig,
     folder: Path,
-    requests: Sequence[Request],
+    parts: Sequence[Sequence[Part]],
     *,
     batch_size: int = 4,
     vocabulary_size: int = VOCABULARY,
+    padded: int = VOCABULARY,
 ) -> list[tuple[float, bool]]:
-    """Log-probability, and whether it is the likeliest, of each continuation."""
+    """The same of requests that are cut into parts."""
     from optimus_cc import checkpoints
-    from optimus_cc.evaluation import windows
     from optimus_cc.evaluation.model import for_evaluation, load_model
     from optimus_cc.evaluation.scoring import Scorer
 
@@ -41,9 +50,8 @@ def scores(
     backend = backend_in_world(config)
     found = checkpoints.newest(folder)
     assert found is not None
-    model = load_model(config, backend, VOCABULARY, found)
+    model = load_model(config, backend, padded, found)
     scorer = Scorer(model, backend, vocabulary_size=vocabulary_size, batch_size=batch_size)
-    parts = [windows.continuation(context, target, SEQUENCE) for context, target in requests]
     return [(score.log_probability, score.greedy) for score in scorer.score(parts)]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launchers.slurm import commands, job, node, record
 from launchers.slurm.commands import SlurmError
@@ -16,6 +17,7 @@ from launchers.slurm.record import Record
 from launchers.supervise import PatientStop
 from optimus_cc.records import replace_file, to_json
 from optimus_cc.runs import RunFailed, RunFolder, RunPreempted, Status
+from tests.config.command_line import one
 
 ENDED = {"StartTime": "2026-01-01T10:00:00", "EndTime": "2026-01-01T10:00:30", "TimeLimit": "00:02:00"}
 
@@ -87,7 +89,7 @@ DIED, LOST, SILENT = (
 def test_verdicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdicts: Any, asked: bool, expected: str | None
 ) -> None:
-    monkeypatch.setattr(job, "_LATE_FILE_S", 0)
+    monkeypatch.setattr(job, "LATE_FILE_S", 0)
     folder, stop = RunFolder(tmp_path), PatientStop()
     folder.logs.mkdir()
     for number, told in enumerate(verdicts):
@@ -111,3 +113,18 @@ def test_verdicts(
         judge()
     assert error.value.cause == expected
     assert isinstance(error.value, RunPreempted) == expected.startswith("preempted")
+
+
+def test_a_node_that_does_not_see_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``data.cache_dir`` on a disk of the first node's own: one cause, in place of one failure per rank."""
+    config = one(f"launcher=slurm parallel=pp2 cluster.num_nodes=2 cluster.ranks_per_node=1 data.cache_dir={tmp_path}")
+    folder = RunFolder(tmp_path / config.run_id)
+    folder.logs.mkdir(parents=True)
+    folder.config_path.write_text(yaml.safe_dump(config.to_mapping()))
+    monkeypatch.setattr(node, "LATE_FILE_S", 0)
+    monkeypatch.setattr(node, "supervise", lambda *_, **__: pytest.fail("ranks were started"))
+    assert node.run(folder, 1, "cpu", "file:///nowhere", PatientStop()) == 1
+    verdict = node.read_verdict(folder, 1)
+    assert verdict is not None
+    assert verdict.state == "failed"
+    assert "data.cache_dir" in verdict.cause

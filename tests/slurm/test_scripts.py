@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launchers.plan import Planned
+from launchers.slurm import after
 from launchers.slurm.resources import Part, Resources, parts
 from launchers.slurm.script import Place, after_script, array_script, srun_command
 from optimus_cc.config import ConfigError, compose
 from optimus_cc.config.launcher import ContainerConfig, SlurmConfig
+from optimus_cc.runs import RunFolder
+from tests.configurations import tiny
 
 GOLDEN = Path(__file__).with_name("golden")
 PLACE = Path("/shared/runs/.slurm/1a2b3c4d")
@@ -43,11 +51,33 @@ EVERYTHING = Resources(
     ),
 )
 SHORT = Resources(2, 2, False, SlurmConfig(time_limit_h=2 / 60, sbatch=("--no-requeue",)))
+
+
+def in_layout(parallel: dict[str, int], ranks_per_node: int) -> Any:
+    config: Any = tiny()
+    cluster = replace(config.cluster, num_nodes=16, ranks_per_node=ranks_per_node)
+    return replace(config, parallel=replace(config.parallel, **parallel), cluster=cluster)
+
+
+def evaluated(name: str, parallel: dict[str, int], **evaluation: Any) -> Planned:
+    """A run on nodes of eight."""
+    config = in_layout(parallel, 8)
+    settings = replace(config.evaluation, **evaluation)
+    return Planned(replace(config, evaluation=settings), RunFolder(PLACE.parents[1] / name), "start")
+
+
+TP8_PP4_DP4 = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "data_parallel_size": 4}
+EVALUATED = [
+    evaluated("a", {"pipeline_parallel_size": 4, "data_parallel_size": 2}),
+    evaluated("b's", TP8_PP4_DP4, data_dir="/data/zero shot", tasks=("piqa", "race"), limit=100),
+]
+EVALUATE = replace(EVERYTHING.launcher, after=("evaluate", "collect"))
 SCRIPTS = {
     "plain": array_script(PLAIN, Part(1, None), PLACE / "array_1.runs", HERE),
     "everything": array_script(EVERYTHING, Part(12, 4), PLACE / "array_2.runs", HERE),
     "two_minutes": array_script(SHORT, Part(3, None), PLACE / "array_1.runs", HERE),
     "after": after_script(EVERYTHING, PLACE / "after.out", ["python -m analysis table /shared/runs a b"], HERE),
+    "after_evaluate": after.script(PLACE, EVALUATED, EVALUATE, EVERYTHING, HERE)[1].replace(sys.executable, "python"),
 }
 
 
@@ -95,6 +125,51 @@ def test_arrays(sizes: list[int], largest: int, most: int | None) -> None:
     chains = {id(chain): max(chain) for chain in at_once.values()}
     assert sum(chains.values()) <= most
     assert sum(chains.values()) == min(most, sum(sizes)) or any(part.throttle for part in flat)
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "expected"),
+    [
+        ((1, 4, 2), 8, (1, 4, 2)),
+        ((1, 4, 4), 8, (1, 4, 2)),
+        ((8, 4, 4), 8, (8, 1, 1)),
+        ((2, 8, 1), 8, (2, 4, 1)),
+        ((8, 1, 1), 4, (4, 1, 1)),
+        ((4, 6, 2), 16, (4, 3, 1)),
+    ],
+)
+def test_a_layout_for_evaluation_fits_a_node(
+    own: tuple[int, int, int], most: int, expected: tuple[int, int, int]
+) -> None:
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    layout = after.evaluated_layout(in_layout(dict(zip(names, own, strict=True)), most))
+    assert tuple(getattr(layout, name) for name in names) == expected
+
+
+def test_commands_of_evaluations_say_to_hydra_what_is_meant() -> None:
+    (_, line, *_), parser = SCRIPTS["after_evaluate"].split("# command\n")[1].splitlines(), OverridesParser.create()
+    words = shlex.split(line.removesuffix(" || failed=1"))
+    said = {one.key_or_group: one.value() for one in parser.parse_overrides(words[2:])}
+    assert said["run"] == str(PLACE.parents[1] / "b's")
+    assert said["evaluation.data_dir"] == "/data/zero shot"
+    assert said["evaluation.tasks"] == ["piqa", "race"]
+    assert said["evaluation.limit"] == 100
+    for text in ("null", "True", "a,b", "[x]", "${x}", "a\\", "'", "1", ".5", "ü ", "a=b", "x: y"):
+        (one,) = parser.parse_overrides([f"key={after._quoted(text)}"])
+        assert one.value() == text
+
+
+def test_an_evaluation_by_a_job_is_looked_at_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launchers.slurm import commands, submit
+
+    monkeypatch.setattr(commands, "is_installed", lambda: True)
+    monkeypatch.setattr(commands, "sbatch", lambda *_: pytest.fail("it was submitted"))
+    configs = config("launcher.after=[evaluate]", f"evaluation.data_dir={tmp_path}", f"runs_dir={tmp_path / 'runs'}")
+    with pytest.raises(ConfigError, match=r"lambada_openai\.jsonl"):
+        submit.run_all(configs)
+    assert not (tmp_path / "runs").exists()
 
 
 def config(*overrides: str) -> Any:

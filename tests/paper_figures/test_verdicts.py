@@ -1,0 +1,102 @@
+"""What is said of each claim, from results whose answer is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.collect import Tables, collect
+from analysis.statistics import compare
+from paper_figures.data import Data, read_claims
+from paper_figures.verdicts import Verdict, judged_unchanged, judged_worse, verdicts
+from tests.analysis.run_folders import write_run
+
+
+@pytest.fixture(scope="module")
+def judged(tables: Tables) -> dict[str, Verdict]:
+    return {verdict.claim: verdict for verdict in verdicts(Data(tables))}
+
+
+@pytest.mark.parametrize(
+    ("claim", "word"),
+    [
+        ("cb_fe_perplexity", "reproduced"),  # 0.1 above 100
+        ("cb_fe_sc_perplexity", "reproduced"),  # 1.2 % more
+        ("motivation_quality", "reproduced"),
+        ("lazy_error_helps", "reproduced"),
+        ("epilogue_helps", "reproduced"),
+        ("naive_cb_worst", "reproduced"),
+        ("topk_worse", "not reproduced"),  # it is better there
+        ("forward_diverges", "not tested here"),  # no such run
+        ("fe_volume", "reproduced"),
+        ("fe_measured", "not tested here"),
+        ("codec_throughput", "not tested here"),  # on a CPU
+        ("memory_workspace", "not tested here"),  # the model is none of the paper's
+        ("memory_lazy_error", "not tested here"),
+        ("error_independence", "reproduced"),
+        ("zero_shot", "not tested here"),
+    ],
+)
+def test_known_answers(claim: str, word: str, judged: dict[str, Verdict]) -> None:
+    verdict = judged[claim]
+    assert verdict.word == word, verdict
+    if word != "not tested here":
+        assert verdict.evidence
+        assert verdict.scale
+        assert verdict.runs or claim == "fe_volume"
+
+
+def test_memory_is_judged_on_models_of_the_paper(tmp_path: Path) -> None:
+    for technique in ("baseline", "cb"):
+        write_run(tmp_path, f"technique={technique} parallel=pp4_dp2 model=gpt_335m", probes=True)
+    judged = {verdict.claim: verdict for verdict in verdicts(Data(collect([tmp_path]).tables))}
+    assert judged["memory_workspace"].word == "reproduced"  # 6 % of 5 to 10
+    assert judged["memory_lazy_error"].word == "reproduced"  # 1 %
+    assert "6.00 %" in judged["memory_workspace"].evidence
+
+
+def test_every_claim_has_one(judged: dict[str, Verdict]) -> None:
+    assert list(judged) == [claim["id"] for claim in read_claims()["claims"]]
+
+
+def test_runs_are_evidence(judged: dict[str, Verdict]) -> None:
+    techniques = {run.split("-")[2] for run in judged["topk_worse"].runs}
+    assert techniques == {"cb", "cb_topk"}
+    assert len(judged["topk_worse"].runs) == 6
+    assert "3 seeds" in judged["topk_worse"].scale
+
+
+def test_one_seed_tests_nothing(tmp_path: Path) -> None:
+    for line, perplexity in (("+ablation=baseline", 100.0), ("+ablation=naive_dp", 900.0), ("+ablation=cb_fe", 100.0)):
+        write_run(tmp_path, f"{line} parallel=pp4_dp2", perplexity=perplexity)
+    judged = {verdict.claim: verdict for verdict in verdicts(Data(collect([tmp_path]).tables))}
+    for claim in ("motivation_quality", "cb_fe_perplexity"):
+        assert judged[claim].word == "not tested here"
+        assert "One seed" in judged[claim].why
+
+
+def test_without_runs_each_says_how_to_make_them(tmp_path: Path) -> None:
+    for verdict in verdicts(Data(collect([tmp_path]).tables)):
+        if verdict.word == "not tested here" and verdict.claim != "fe_measured":
+            assert "python run.py" in verdict.why, verdict
+
+
+BASELINE = {1: 100.0, 2: 101.0, 3: 99.0}
+
+
+@pytest.mark.parametrize(
+    ("shift", "worse", "unchanged"),
+    [
+        ((5.0, 5.1, 4.9), "reproduced", "not reproduced"),
+        ((-5.0, -5.1, -4.9), "not reproduced", "not reproduced"),
+        ((0.1, -0.1, 0.0), "not reproduced", "reproduced"),
+        ((0.5, 0.51, 0.49), "reproduced", "reproduced"),  # worse, within the margin
+        ((5.0, -4.0, 1.0), "not tested here", "not tested here"),
+    ],
+)
+def test_words(shift: tuple[float, ...], worse: str, unchanged: str) -> None:
+    other = {seed: BASELINE[seed] + one for seed, one in zip(BASELINE, shift, strict=True)}
+    comparison = compare(BASELINE, other)
+    assert judged_worse(comparison)[0] == worse
+    assert judged_unchanged(comparison)[0] == unchanged
