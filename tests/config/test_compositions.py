@@ -283,6 +283,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
     corpus = tmp_path / "text.jsonl"
     corpus.write_text('{"text": "a"}\n')
     (tmp_path / "tokenizer.json").write_text("{}")
+    run = run_with_checkpoint(tmp_path)
     needs = {
         "data=jsonl": f"data.path={corpus}",
         "tokenizer=gpt2": f"tokenizer.vocab_file={corpus} tokenizer.merges_file={corpus}",
@@ -296,10 +297,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
         "task=benchmark": "benchmark=cost",
         "task=simulate": "cluster=a100_hdr200",
         "task=calibrate": f"cluster=a100_hdr200 simulation.measured={corpus}",
-        **{
-            f"task={name}": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}"
-            for name in ("evaluate", "export")
-        },
+        **{f"task={name}": f"runs_dir={tmp_path} run={run}" for name in ("evaluate", "export")},
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",
