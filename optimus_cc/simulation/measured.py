@@ -78,7 +78,7 @@ def configuration(row: dict[str, int], cluster: ClusterConfig) -> RunConfig:
     """What a row of a file describes."""
     nodes = -(-row["gpus"] // cluster.ranks_per_node)
     mapping: dict[str, Any] = {
-        "task": {"name": "simulate"},
+        "task": {"name": "exposure"},
         "model": {
             "name": "measured",
             "num_layers": row["layers"],

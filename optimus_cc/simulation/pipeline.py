@@ -85,7 +85,7 @@ class Graph:
         return path[::-1]
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def graph(schedule: Schedule, compression: Compression = UNCOMPRESSED, *, overlap: bool = False) -> Graph:
     """The graph of ``schedule``. ``overlap``: the interleaved schedule computes while it sends."""
     builder = _Builder(schedule, compression, overlap)
