@@ -24,7 +24,7 @@ from tests.training_runs import backend_in_world, train_ours
 
 PAPER = (
     "task=exposure model=gpt_8_3b parallel=tp8_pp4_dp4 optimizer=paper training=paper cluster=a100_hdr200 "
-    "tokenizer.vocabulary_size=50257"
+    "parallel.split_over_tensor_parallel=false tokenizer.vocabulary_size=50257"
 )
 TOP_K = {"name": "cb", "cb": {"enabled": True, "codec": {"name": "top_k", "match_rank": 2}, "residual": "carry"}}
 TECHNIQUES: dict[str, dict[str, Any] | None] = {

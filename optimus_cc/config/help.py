@@ -20,6 +20,7 @@ GROUPS = {
     "cluster": "the machines and their links",
     "benchmark": "what task=benchmark measures",
     "evaluation": "what task=evaluate run=RUN, or a training at its end, measures of a model",
+    "simulation": "what task=simulate predicts with, task=calibrate fits to",
     "export": "in which format task=export run=RUN writes a checkpoint",
     "launcher": "how ranks are started, and how many runs of a sweep at a time",
     "tracking": "a copy of the metrics elsewhere",

@@ -10,8 +10,8 @@ from tests.simulation.configurations import PAPER, composed
 SEVEN_BILLION = (
     "model=gpt_8_3b model.num_layers=32 model.hidden_size=4096 model.num_attention_heads=32 model.sequence_length=4096 "
     "technique=baseline training=paper training.precision=bf16 training.micro_batch_size=1 "
-    "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true tokenizer.vocabulary_size=50257 "
-    "cluster=h100_ndr400 cluster.num_nodes=512 simulation.ignore_memory=true"
+    "parallel=single parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true "
+    "tokenizer.vocabulary_size=50257 cluster=h100_ndr400 cluster.num_nodes=512 simulation.ignore_memory=true"
 )
 
 
