@@ -28,6 +28,11 @@ def job(composed: DictConfig) -> dict[str, Any]:
     except BrokenPipeError:
         command.nobody_reads()
         return {}
+    except ConfigError as error:
+        if HydraConfig.get().mode != RunMode.RUN:
+            raise
+        print(error, file=sys.stderr)  # without what Hydra says of it
+        sys.exit(2)
     except RunFailed as failure:
         print(failure, file=sys.stderr)
         # Somebody asked for an end: the rest of a sweep ends too. A single run has no rest, and Hydra nothing to add.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from launchers import own_folder
 from launchers.local import RunRanks, choose_device, import_path, rank_command, relative, run_ranks
-from launchers.progress import PLAIN_INTERVAL_S, Progress, number
+from launchers.progress import PLAIN_INTERVAL_S, Progress
+from launchers.scores import table
 from launchers.supervise import Stop, last_lines
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
@@ -116,7 +117,7 @@ def is_due(config: RunConfig, folder: RunFolder) -> bool:
         return False
     found = checkpoints.newest(folder.checkpoints)
     try:
-        return found is not None and bool(results.missing(folder, found, of_training(config, folder)))
+        return found is not None and bool(results.missing(folder, results.describe(found), of_training(config, folder)))
     except (OSError, DataError):
         return True  # the evaluation will say what is wrong
 
@@ -195,7 +196,8 @@ def _evaluate(
 ) -> list[dict[str, Any]]:
     try:
         trained.corpus_folder(config)  # which holds the vocabulary
-        missing = results.kinds(config) if config.force else results.missing(run, found, config)
+        checkpoint = results.describe(found)
+        missing = results.kinds(config) if config.force else results.missing(run, checkpoint, config)
     except (OSError, DataError) as error:
         raise RunFailed(f"the data can't be read: {error}") from None
     progress = Progress(0)
@@ -205,7 +207,7 @@ def _evaluate(
         this: Any = config
         fixed: RunConfig = replace(this, checkpoint=found.step)
         _measure(fixed, run, found, missing, stop, start, ranks_here, progress)
-    there = results.there(run, found, config)
+    there = results.there(run, checkpoint, config)
     for result in there:
         progress.print(table(result))
         path = results.path_of(run, found.step, result["kind"], result["settings"])
@@ -260,22 +262,3 @@ def _shown(folder: RunFolder, progress: Progress) -> Callable[[], None]:
         progress.update(())
 
     return on_poll
-
-
-def table(result: dict[str, Any]) -> str:
-    """A result as lines for a person."""
-    limit = f", the first {result['limit']} of each" if result.get("limit") else ""
-    if result["kind"] == "perplexity":
-        counts = result["items"]
-        lines = [f"perplexity of {counts['documents']:,} documents, {counts['tokens']:,} tokens"]
-        lines += [f"  {name:<18}{number(metric['value']):>10}" for name, metric in result["metrics"].items()]
-        return "\n".join(lines)
-    lines = [f"zero-shot, lm-eval {result['versions']['lm_eval']}{limit}"]
-    for name, task in result["tasks"].items():
-        for metric, values in task["metrics"].items():
-            error = values["standard_error"]
-            told = "" if error is None else f" ± {number(error)}"
-            shots = f", {task['num_fewshot']}-shot" if task["num_fewshot"] else ""
-            items_ = "" if task["items"] is None else f"  {task['items']['evaluated']} items{shots}"
-            lines.append(f"  {name:<18}{metric:<12}{number(values['value']):>8}{told:<12}{items_}")
-    return "\n".join(lines)

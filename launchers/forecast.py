@@ -1,4 +1,4 @@
-"""What runs would take, told without starting them: hours, GPU-hours, disk. A number that nobody has measured is marked."""
+"""What runs would take, told without starting them: hours, GPU-hours, disk. What nobody measured is marked."""
 
 from __future__ import annotations
 
@@ -191,7 +191,14 @@ def _predicted(planned: Planned, device: str, measured: _Measured) -> StepTime |
     if device != "cuda" or not trust.is_calibrated(config):
         return None
     training: Any = config.training
-    parts = (config.model, config.parallel, config.technique, replace(training, seed=0), config.cluster, config.tokenizer)
+    parts = (
+        config.model,
+        config.parallel,
+        config.technique,
+        replace(training, seed=0),
+        config.cluster,
+        config.tokenizer,
+    )
     if parts not in measured.predictions:
         try:
             measured.predictions[parts] = predict(config, bandwidth="effective").days * 86400 / config.training.steps
@@ -200,7 +207,9 @@ def _predicted(planned: Planned, device: str, measured: _Measured) -> StepTime |
     seconds = measured.predictions[parts]
     if seconds is None:
         return None
-    return StepTime(seconds, f"{_shown(seconds)} a step, predicted, not measured: calibrated cluster={config.cluster.name}")
+    return StepTime(
+        seconds, f"{_shown(seconds)} a step, predicted, not measured: calibrated cluster={config.cluster.name}"
+    )
 
 
 def _by_time_limit(planned: Planned, device: str, measured: _Measured) -> StepTime | None:

@@ -225,7 +225,7 @@ class RunConfig:
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
-        yield from self.simulation.problems(self.task.name, self.parallel)
+        yield from self.simulation.problems(self.task.name, self.parallel, self.cluster)
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model

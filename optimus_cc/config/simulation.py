@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.schema import PositiveInt, strict
@@ -35,7 +36,14 @@ class SimulationConfig:
     gradient_bytes: Literal[2, 4] = 4
     """For task=calibrate: of one gradient's element in the measured runs."""
 
-    def problems(self, task: str, parallel: ParallelConfig) -> Iterator[Problem]:
+    def problems(self, task: str, parallel: ParallelConfig, cluster: ClusterConfig) -> Iterator[Problem]:
+        if task in ("simulate", "calibrate") and not cluster.device.known:
+            yield Problem(
+                "cluster.device",
+                cluster.name,
+                "a cluster whose devices' rates are known (cluster.device.*)",
+                "cluster=a100_hdr200, or another one whose file says them",
+            )
         if self.fully_sharded and (parallel.pipeline_parallel_size > 1 or not parallel.distributed_optimizer):
             yield Problem(
                 "simulation.fully_sharded",

@@ -49,6 +49,7 @@ def _evaluate(path: Path, report: Report) -> int:
         batch_size=config.evaluation.batch_size,
         progress=progress,
     )
+    checkpoint = results.describe(found)  # from here on its files may go
     service = Service(scorer)
     if backend.rank != 0:
         service.serve()
@@ -60,7 +61,7 @@ def _evaluate(path: Path, report: Report) -> int:
             folder.append_metrics({"kind": "begin", "what": kind})
 
         files: list[Any] = []
-        for result in measure.results_of(config, found, tokenizer, service.score, str(backend.device.type), begin):
+        for result in measure.results_of(config, checkpoint, tokenizer, service.score, str(backend.device.type), begin):
             files.append(str(results.write(run, result)))
         folder.write_summary({"files": files})
         service.end()

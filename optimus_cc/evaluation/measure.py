@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.tokenizer import BpeTokenizerConfig
@@ -23,7 +22,7 @@ _PACKAGES = ("lm_eval", "datasets", "tokenizers", "torch", "megatron-core")
 
 def results_of(
     config: RunConfig,
-    found: Checkpoint,
+    checkpoint: Mapping[str, Any],
     tokenizer: Tokenizer,
     score: ScoreRequests,
     device: str,
@@ -32,13 +31,14 @@ def results_of(
     """What is asked for and not there yet (all of it if ``config.force``), one result for each kind as it is ready.
 
     Args:
-        config: of the evaluation; its run and its checkpoint are those of ``found``.
+        config: of the evaluation.
+        checkpoint: whose model scores, as :func:`optimus_cc.evaluation.results.describe` has it; it may be gone by now.
         score: scores requests with the model.
         begin: told what is about to be measured.
     """
     from optimus_cc.evaluation.trained import run_folder
 
-    wanted = results.kinds(config) if config.force else results.missing(run_folder(config), found, config)
+    wanted = results.kinds(config) if config.force else results.missing(run_folder(config), checkpoint, config)
     for kind in wanted:
         begin(kind)
         started = time.monotonic()
@@ -47,7 +47,7 @@ def results_of(
         yield {
             "kind": kind,
             "run_id": run_folder(config).run_id,
-            "checkpoint": results.describe(found),
+            "checkpoint": checkpoint,
             **measured,
             "settings": results.settings(config, kind),
             "model": {"name": config.model.name, "window": config.model.sequence_length},

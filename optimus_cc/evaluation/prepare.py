@@ -31,13 +31,13 @@ def problems(settings: EvaluationConfig) -> list[Problem]:
         return [Problem(_KEY, error.name, f"names of tasks of lm-eval {tasks.version()}", fix)]
     except Exception as error:  # whatever the hub, the network, or one of thousands of tasks comes up with
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        where = "a folder" if settings.data_dir is None else "the Hugging Face hub"
+        folder = "evaluation.data_dir=FOLDER that holds a file TASK.jsonl for each task"
         return [
             Problem(
                 "evaluation.data_dir",
                 settings.data_dir,
                 f"items that can be had for each of {', '.join(settings.tasks)} ({said})",
-                f"a network, or {where}: evaluation.data_dir=FOLDER that holds a file TASK.jsonl for each task",
+                f"a network that reaches the Hugging Face hub, or {folder}",
             )
         ]
     if generating := tasks.generating(loaded):

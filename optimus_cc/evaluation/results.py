@@ -54,25 +54,31 @@ def path_of(folder: RunFolder, step: int, kind: str, chosen: Mapping[str, Any]) 
     return folder.evaluation / f"step_{step:08d}-{kind}-{hashlib.sha256(said.encode()).hexdigest()[:8]}.json"
 
 
-def missing(folder: RunFolder, found: Checkpoint, config: RunConfig) -> list[str]:
-    """The kinds that ``config`` wants to be measured at a checkpoint and that have not been."""
-    return [kind for kind in kinds(config) if _there(folder, found, kind, settings(config, kind)) is None]
+def missing(folder: RunFolder, checkpoint: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """The kinds that ``config`` wants to be measured at a checkpoint (:func:`describe`) and that have not been."""
+    return [kind for kind in kinds(config) if _there(folder, checkpoint, kind, settings(config, kind)) is None]
 
 
-def there(folder: RunFolder, found: Checkpoint, config: RunConfig) -> list[dict[str, Any]]:
+def there(folder: RunFolder, checkpoint: Mapping[str, Any], config: RunConfig) -> list[dict[str, Any]]:
     """The results that ``config`` wants of a checkpoint, as far as they are there."""
-    wanted = [_there(folder, found, kind, settings(config, kind)) for kind in kinds(config)]
+    wanted = [_there(folder, checkpoint, kind, settings(config, kind)) for kind in kinds(config)]
     return [result for result in wanted if result is not None]
 
 
-def _there(folder: RunFolder, found: Checkpoint, kind: str, chosen: Mapping[str, Any]) -> dict[str, Any] | None:
-    result = read_json_object(path_of(folder, found.step, kind, chosen))
+def _there(
+    folder: RunFolder, checkpoint: Mapping[str, Any], kind: str, chosen: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    result = read_json_object(path_of(folder, checkpoint["step"], kind, chosen))
     # A checkpoint of the same step may have been made anew since.
-    return result if result is not None and result.get("checkpoint") == describe(found) else None
+    return result if result is not None and result.get("checkpoint") == checkpoint else None
 
 
 def describe(found: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as results name it; its manifest holds checksums of all its files."""
+    """A checkpoint as results name it; its manifest holds checksums of all its files.
+
+    Raises:
+        OSError: it is gone.
+    """
     return {"step": found.step, "manifest": fingerprint(found.path / MANIFEST)["sha256"]}
 
 

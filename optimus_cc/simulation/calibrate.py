@@ -99,7 +99,8 @@ class Measurements:
             for precision in {sample.config.training.precision for sample in self.samples}
         }
         predicted = [price(one, rates[one.config.training.precision]).total_s for one in self.plans]
-        return np.asarray(predicted) / np.asarray([sample.seconds for sample in self.samples])
+        ratios: np.ndarray = np.asarray(predicted) / np.asarray([sample.seconds for sample in self.samples])
+        return ratios
 
     def error_percent(self, cluster: ClusterConfig) -> float:
         """Mean absolute percentage error."""
@@ -243,8 +244,8 @@ def spans_nodes(samples: Sequence[Sample], cluster: ClusterConfig) -> bool:
 
 
 def grouped(calibration: Calibration, key: str) -> dict[str, tuple[int, float, float]]:
-    """Held-out measurements by ``hidden_size``, ``layout``, ``micro_batch_size`` or ``ranks``: how many there are, their
-    mean error in percent with its sign, and without."""
+    """Held-out measurements by ``hidden_size``, ``layout``, ``micro_batch_size`` or ``ranks``: how many there are, and
+    their mean error in percent, with its sign and without."""
     groups: dict[str, list[float]] = {}
     for sample, ratio in calibration.held_out_ratios:
         config = sample.config

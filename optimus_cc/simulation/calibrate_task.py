@@ -11,7 +11,6 @@ import yaml
 from pydantic import TypeAdapter
 
 from optimus_cc.config.cluster import ClusterConfig
-from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.run import RunConfig
 from optimus_cc.simulation import calibrate as fits
 from optimus_cc.simulation.measured import read
@@ -27,14 +26,10 @@ def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
     after that fitted themselves.
 
     Raises:
-        ConfigError: the file can't be read, or the cluster's devices are not known.
+        ConfigError: the file can't be read.
     """
     simulation, cluster = config.simulation, config.cluster
     assert simulation.measured is not None
-    if not cluster.device.known:
-        raise ConfigError(
-            Problem("cluster.device", cluster.name, "a cluster whose devices' rates are known", "cluster=a100_hdr800")
-        )
     this: Any = cluster
     if simulation.collectives is not None:
         ring = fits.ring_inside(simulation.collectives, cluster.intra_node)

@@ -19,7 +19,7 @@ _FORWARD_KERNELS, _BACKWARD_KERNELS = 30, 60
 END_KERNELS = 50
 """The same of a pass through an embedding, or through an output layer and the loss."""
 _SHARPNESS = 3.0
-"""How sharply the slower of host and device decides: kernels of one pass are partly limited by one, partly by the other."""
+"""How sharply the slower of host and device decides: some kernels of a pass are limited by one, some by the other."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PassTime:
         if not self.host or not self.device:
             return self.device + self.host
         ratio = min(self.host, self.device) / max(self.host, self.device)
-        return max(self.host, self.device) * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS)
+        return float(max(self.host, self.device) * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
 def matmul_s(hardware: Hardware, rows: int, columns: int, depth: int, itemsize: int, count: int = 1) -> float:
@@ -115,10 +115,10 @@ def layer_s(hardware: Hardware, shape: LayerShape) -> tuple[PassTime, PassTime]:
     scores = batch * sequence * sequence
     dropped = 2 if shape.dropout else 0
     # Two norms, two residual sums with bias and dropout; heads taken apart and put together; GeLU; softmax.
-    elements = (10 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 2 * tokens * ffn
+    elements: float = (10 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 2 * tokens * ffn
     elements += (1.5 + dropped) * scores  # causal: half of the scores are read
     forward += elements * size / hardware.memory
-    elements_back = (14 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 4 * tokens * ffn
+    elements_back: float = (14 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 4 * tokens * ffn
     elements_back += (2 + dropped) * scores
     accumulated = shape.parameters * (size + 2 * shape.gradient_itemsize)  # of gradients, micro-batch by micro-batch
     backward += (elements_back * size + accumulated) / hardware.memory
@@ -142,9 +142,7 @@ def embedding_s(hardware: Hardware, tokens: int, hidden: int, itemsize: int) -> 
     return PassTime(4 * tokens * hidden * itemsize / hardware.memory, END_KERNELS * hardware.kernel_s)
 
 
-def logits_s(
-    hardware: Hardware, tokens: int, hidden: int, vocabulary: int, itemsize: int
-) -> tuple[PassTime, PassTime]:
+def logits_s(hardware: Hardware, tokens: int, hidden: int, vocabulary: int, itemsize: int) -> tuple[PassTime, PassTime]:
     """Forward and backward of the output layer and the loss, of this rank's ``vocabulary`` rows."""
     scores = tokens * vocabulary
     forward = matmul_s(hardware, tokens, vocabulary, hidden, itemsize)

@@ -36,8 +36,8 @@ _HEIGHT = 0.4
 
 
 def draw(path: Path, time: StepTime) -> None:
-    """Draw ``time``, the same bytes whenever it is drawn: computation above, communication below, a line for each stage;
-    dark edges mark the critical path.
+    """Draw ``time``, the same bytes whenever it is drawn: for each stage computation above and communication below,
+    with dark edges on the critical path.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -79,7 +79,11 @@ def draw(path: Path, time: StepTime) -> None:
     there = {_LABELS.get(kind, kind): _COLOURS[kind] for _, kind, _ in bars}
     handles = [Patch(color=colour, label=label) for label, colour in there.items()]
     handles.append(Patch(facecolor="white", edgecolor="black", label="critical path"))
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.6 / (0.3 + 0.7 * stages)), ncols=6, fontsize=8)
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.6 / (0.3 + 0.7 * stages)), ncols=6, fontsize=8
+    )
     # Nothing of when or by which version it was drawn.
-    metadata = {"CreationDate": None, "Producer": None, "Creator": None} if path.suffix == ".pdf" else {"Software": None}
+    metadata = (
+        {"CreationDate": None, "Producer": None, "Creator": None} if path.suffix == ".pdf" else {"Software": None}
+    )
     figure.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)

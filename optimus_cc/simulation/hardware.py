@@ -87,10 +87,11 @@ def hardware(cluster: ClusterConfig, precision: str, bandwidth: str) -> Hardware
 
 
 def _link(link: LinkConfig, bandwidth: str, sharers: int) -> Link:
-    """``sharers``: ranks that use a link while each gets its effective rate. The line rate is the whole link's."""
+    """``sharers``: ranks that use a link while each gets its effective rate. The line rate is the whole link's, and the
+    most that it can give."""
     line = float("inf") if link.line_rate_gbit_s is None else link.line_rate_gbit_s
     ring = p2p = line
     if bandwidth == "effective":
-        ring = line if link.ring_gbit_s is None else link.ring_gbit_s * sharers
-        p2p = line if link.p2p_gbit_s is None else link.p2p_gbit_s * sharers
+        ring = line if link.ring_gbit_s is None else min(line, link.ring_gbit_s * sharers)
+        p2p = line if link.p2p_gbit_s is None else min(line, link.p2p_gbit_s * sharers)
     return Link(ring * _BYTES_PER_GBIT, p2p * _BYTES_PER_GBIT, (link.latency_us or 0.0) * 1e-6)

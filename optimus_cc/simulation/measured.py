@@ -27,7 +27,7 @@ COLUMNS = (
     "pipeline_parallel",
     "iteration_time_ms",
 )
-"""What a file of step times has at least. They are those of Megatron-LM or what is derived from it: half precision, full
+"""What a file of step times has at least. They are those of Megatron-LM or its kin: half precision, full
 recomputation, 1F1B, messages shared out over tensor-parallel ranks, tied embeddings, GPT-2's vocabulary, dropout."""
 
 
@@ -78,7 +78,7 @@ def configuration(row: dict[str, int], cluster: ClusterConfig) -> RunConfig:
     """What a row of a file describes."""
     nodes = -(-row["gpus"] // cluster.ranks_per_node)
     mapping: dict[str, Any] = {
-        "task": {"name": "simulate"},
+        "task": {"name": "exposure"},
         "model": {
             "name": "measured",
             "num_layers": row["layers"],

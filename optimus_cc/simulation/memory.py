@@ -28,9 +28,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.compression + self.runtime
-        )
+        return self.weights + self.gradients + self.optimizer + self.activations + self.compression + self.runtime
 
 
 def memory(plan: StepPlan) -> Memory:
@@ -84,6 +82,7 @@ def _activations(plan: StepPlan, rank: int) -> float:
     layers = stages[0].layers
     whole = _layer_bytes(plan, attention=True)
     boundary = shape.tokens * shape.hidden * shape.itemsize
+    kept: float
     if config.training.recompute == "full":
         kept, working = layers * boundary, whole
     elif config.training.recompute == "selective":

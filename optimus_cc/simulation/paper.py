@@ -44,7 +44,7 @@ LAYOUT = (
     "parallel=tp8_pp4_dp4 parallel.split_over_tensor_parallel=true training=paper optimizer=paper "
     "tokenizer.vocabulary_size=50257 cluster=a100_hdr200"
 )
-"""The paper's runs, as its released scripts start them: single precision, and tensor-parallel ranks share messages out."""
+"""The paper's runs, as its released scripts start them: fp32, and tensor-parallel ranks share messages out."""
 
 
 def calibrate_paper(configs: Mapping[tuple[str, str], RunConfig], cluster: ClusterConfig) -> ClusterConfig:
@@ -58,11 +58,12 @@ def calibrate_paper(configs: Mapping[tuple[str, str], RunConfig], cluster: Clust
     measured = Measurements.of(samples)
     parameters = between_nodes(cluster, "fp32")
     fitted: Any = fit(measured, cluster, parameters)
+    ranges: dict[str, Any] = dict(measured_range(samples))
     record = CalibrationRecord(
         source=f"two baselines and one run without Optimus-CC of {SOURCE}; devices as fitted in a100_hdr800",
         fitted=tuple(parameter.key for parameter in parameters),
         error_percent=round(measured.error_percent(fitted), 2),
-        **measured_range(samples),
+        **ranges,
     )
     result: ClusterConfig = replace(fitted, calibration=record)
     return result

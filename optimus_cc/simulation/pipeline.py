@@ -36,6 +36,10 @@ class Node(NamedTuple):
     """Nodes that have to end first."""
 
 
+Key = tuple[bool, int, int]
+"""Of a message: whether it goes backward, its virtual boundary, its micro-batch."""
+
+
 class Compression(NamedTuple):
     """Which messages go through a codec."""
 
@@ -43,6 +47,9 @@ class Compression(NamedTuple):
     backward: bool = False
     epilogue_only: bool = True
     flush: bool = False
+
+
+UNCOMPRESSED = Compression()
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,14 @@ class Graph:
         return path[::-1]
 
 
-@lru_cache(maxsize=512)
-def graph(schedule: Schedule, compression: Compression = Compression(), *, overlap: bool = False) -> Graph:
+@lru_cache(maxsize=64)
+def graph(schedule: Schedule, compression: Compression = UNCOMPRESSED, *, overlap: bool = False) -> Graph:
     """The graph of ``schedule``. ``overlap``: the interleaved schedule computes while it sends."""
     builder = _Builder(schedule, compression, overlap)
     ranks = range(schedule.pipeline_parallel_size)
-    programs = [_one_f_one_b(builder, rank) if schedule.num_chunks == 1 else _interleaved(builder, rank) for rank in ranks]
+    programs = [
+        _one_f_one_b(builder, rank) if schedule.num_chunks == 1 else _interleaved(builder, rank) for rank in ranks
+    ]
     waiting = list(ranks)
     while waiting:
         # Each program runs until it needs what another one has not posted yet.
@@ -104,9 +113,9 @@ class _Builder:
     nodes: list[Node] = field(default_factory=list)
     at: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """For each rank what its next work waits for."""
-    posted: dict[tuple[bool, int, int], tuple[int, ...]] = field(default_factory=dict)
-    """What one end of a message, (backward, boundary, micro-batch), waits for."""
-    arrived: dict[tuple[bool, int, int], int] = field(default_factory=dict)
+    posted: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    """What the end of a message that has posted it first waits for."""
+    arrived: dict[Key, int] = field(default_factory=dict)
     """The node that is a message's transfer."""
     link: dict[tuple[bool, int], int] = field(default_factory=dict)
     last_backward: dict[int, int] = field(default_factory=dict)
@@ -115,7 +124,7 @@ class _Builder:
     def __post_init__(self) -> None:
         schedule, flags = self.schedule, self.compression
         self.at = dict.fromkeys(range(schedule.pipeline_parallel_size), ())
-        self.compressed: set[tuple[bool, int, int]] = set()
+        self.compressed: set[Key] = set()
         for rank in range(schedule.pipeline_parallel_size):
             if flags.forward:
                 self.compressed |= {_key(False, message) for message in schedule.sent_forward(rank)}
@@ -140,26 +149,26 @@ class _Builder:
             self.last_backward[stage] = node
         return node
 
-    def code(self, kind: str, rank: int, key: tuple[bool, int, int]) -> None:
+    def code(self, kind: str, rank: int, key: Key) -> None:
         """Encode or decode a message, if it is compressed."""
         if key in self.compressed:
             self.at[rank] = (self.add(Work(kind, key[1], True), rank, key[2], self.at[rank]),)
 
-    def transfer(self, key: tuple[bool, int, int], rank: int, after: tuple[int, ...]) -> int:
+    def transfer(self, key: Key, rank: int, after: tuple[int, ...]) -> int:
         backward, boundary, microbatch = key
         work = Work("send_backward" if backward else "send_forward", boundary, key in self.compressed)
         self.arrived[key] = self.add(work, rank, microbatch, tuple(dict.fromkeys(after)))
         return self.arrived[key]
 
-    def exchange(self, rank: int, sends: list[tuple[bool, int, int]], receives: list[tuple[bool, int, int]]) -> Iterator[bool]:
+    def exchange(self, rank: int, sends: list[Key], receives: list[Key]) -> Iterator[bool]:
         """Post some messages together, and wait until all of them have moved."""
         for key in sends:
             self.code("encode", rank, key)
         here = self.at[rank]
         for key in (*sends, *receives):
             if key in self.posted:
-                sender = rank if key in sends else (key[1] + 1 if key[0] else key[1]) % self.schedule.pipeline_parallel_size
-                self.transfer(key, sender, here + self.posted[key])
+                backward, boundary, _ = key
+                self.transfer(key, boundary + backward, here + self.posted[key])
             else:
                 self.posted[key] = here
         while not all(key in self.arrived for key in (*sends, *receives)):
@@ -170,7 +179,7 @@ class _Builder:
             self.code("decode", rank, key)
 
 
-def _key(backward: bool, message: Message) -> tuple[bool, int, int]:
+def _key(backward: bool, message: Message) -> Key:
     return backward, message.boundary, message.microbatch
 
 
@@ -179,16 +188,16 @@ def _one_f_one_b(builder: _Builder, rank: int) -> Iterator[bool]:
     schedule = builder.schedule
     total, warmup, last = schedule.num_microbatches, schedule.warmup_steps(rank), schedule.pipeline_parallel_size - 1
 
-    def forward_in(i: int) -> list[tuple[bool, int, int]]:
+    def forward_in(i: int) -> list[Key]:
         return [(False, rank - 1, i)] if rank > 0 and i < total else []
 
-    def forward_out(i: int) -> list[tuple[bool, int, int]]:
+    def forward_out(i: int) -> list[Key]:
         return [(False, rank, i)] if rank < last else []
 
-    def backward_in(i: int) -> list[tuple[bool, int, int]]:
+    def backward_in(i: int) -> list[Key]:
         return [(True, rank, i)] if rank < last else []
 
-    def backward_out(i: int) -> list[tuple[bool, int, int]]:
+    def backward_out(i: int) -> list[Key]:
         return [(True, rank - 1, i)] if rank > 0 else []
 
     for i in range(warmup):
@@ -218,8 +227,8 @@ def _interleaved(builder: _Builder, rank: int) -> Iterator[bool]:
     forwards = [("forward", *step) for step in schedule.forward_order]
     backwards = [("backward", *step) for step in schedule.backward_order]
     order = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards[: total - warmup], strict=True):
-        order += [forward, backward]
+    for pair in zip(forwards[warmup:], backwards[: total - warmup], strict=True):
+        order += pair
     for kind, chunk, microbatch in order + backwards[total - warmup :]:
         stage, backward = chunk * size + rank, kind == "backward"
         arriving = (backward, stage if backward else stage - 1, microbatch)

@@ -145,7 +145,9 @@ def _remarks(one: Simulated) -> list[str]:
     where = "between nodes" if links is cluster.inter_node else "inside a node"
     sharing = cluster.ranks_per_node if links is cluster.inter_node else 1
     said = [
-        f"{kind} {rate * sharing:g}" for kind, rate in (("rings", links.ring_gbit_s), ("messages", links.p2p_gbit_s)) if rate
+        f"{kind} {rate * sharing:g}"
+        for kind, rate in (("rings", links.ring_gbit_s), ("messages", links.p2p_gbit_s))
+        if rate
     ]
     effective = f"effective {' and '.join(said)}" if said else "nothing else known"
     line = "unknown" if links.line_rate_gbit_s is None else f"{links.line_rate_gbit_s:g}"

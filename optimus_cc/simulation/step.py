@@ -7,26 +7,12 @@ from dataclasses import dataclass
 
 from optimus_cc.config.codec import LowRankConfig
 from optimus_cc.simulation import cost
-from optimus_cc.simulation.collectives import Group, message_s, ring_s
+from optimus_cc.simulation.collectives import message_s, ring_s
 from optimus_cc.simulation.hardware import Hardware
 from optimus_cc.simulation.pipeline import Work
 from optimus_cc.simulation.plan import StagePlan, StepPlan
+from optimus_cc.simulation.reduction import Event, at_the_end, embedding_s, reduction
 from optimus_cc.wire_size import message_matrix
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a rank does in one stretch; times in seconds from the step's begin."""
-
-    rank: int
-    kind: str
-    """A :attr:`Work.kind`, or data_parallel, embedding, codec, optimizer, parameter_gather, overhead."""
-    begin_s: float
-    end_s: float
-    place: int | None = None
-    microbatch: int | None = None
-    exposed: bool = False
-    """On the critical path."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +57,12 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
     size = plan.config.parallel.pipeline_parallel_size
     last_nodes = [max(nodes, key=ends.__getitem__) for nodes in plan.graph.last]
     backward_s = [pass_.backward for pass_ in passes]
-    reductions = [
-        _reduction(plan, hardware, rank, ends, backward_s, ends[last_nodes[rank]]) for rank in range(size)
-    ]
-    ready = [reduction.end for reduction in reductions]
+    reductions = [reduction(plan, hardware, rank, ends, backward_s, ends[last_nodes[rank]]) for rank in range(size)]
+    ready = [one.end for one in reductions]
     critical = max(range(size), key=ready.__getitem__)
     end = ready[critical]
     after: list[Event] = []
-    if embedding := _embedding_s(plan, hardware):
+    if embedding := embedding_s(plan, hardware):
         later = max((0, size - 1), key=ready.__getitem__)
         together = ready[later] + embedding
         exposed = together >= end
@@ -110,7 +94,7 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
     if parts["bubble"] < 0:
         parts["inter_stage"] = max(0.0, parts["inter_stage"] + parts["bubble"])
         parts["bubble"] = 0.0
-    for kind, seconds in _at_the_end(plan, hardware):
+    for kind, seconds in at_the_end(plan, hardware):
         parts[kind] = seconds
         after += [Event(rank, kind, end, end + seconds, exposed=True) for rank in range(size) if seconds]
         end += seconds
@@ -171,8 +155,8 @@ def _pass(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> _Pass:
 def _behind(
     plan: StepPlan, hardware: Hardware, stage: StagePlan, computed: cost.PassTime, collectives: int
 ) -> cost.PassTime:
-    """A pass of a fully sharded stage, layer by layer behind ``collectives`` gathers or scatters of each layer's weights;
-    nothing hides the first layer's."""
+    """A pass of a fully sharded stage, of which each layer's weights take ``collectives`` gathers or scatters behind
+    computation; nothing hides the first layer's."""
     group = plan.data_group
     sent = plan.layer.parameters * plan.layer.itemsize * (group.size - 1) / group.size
     one = collectives * ring_s(hardware, group, sent, group.size - 1)
@@ -215,97 +199,3 @@ def codec_s(plan: StepPlan, hardware: Hardware, *, encode: bool, memory: bool) -
         return (0.7 if encode else 0.3) * both
     # Top-k: a few passes to find the largest, one to put them back.
     return (12 if encode else 2) * nbytes / hardware.memory + (20 if encode else 4) * hardware.kernel_s
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """What a pipeline rank does to average its gradients."""
-
-    spans: tuple[tuple[str, float, float], ...]
-    begin: float
-    end: float
-    codec_s: float
-    """Of the time between ``begin``, when its passes have ended, and ``end``."""
-
-    def events(self, rank: int, *, critical: bool) -> Iterator[Event]:
-        for kind, begin, end in self.spans:
-            yield Event(rank, kind, begin, end, exposed=critical and end > self.begin)
-
-
-def _reduction(
-    plan: StepPlan, hardware: Hardware, rank: int, ends: list[float], backward_s: list[float], done: float
-) -> _Reduction:
-    """Args:
-    backward_s: one backward pass of each virtual stage.
-    done: when the rank has nothing left to pass on.
-    """
-    group = plan.data_group
-    if group.size == 1 or plan.config.simulation.fully_sharded:  # that has reduced them by then
-        return _Reduction((), done, done, 0.0)
-    parallel = plan.config.parallel
-    messages = (1 if parallel.distributed_optimizer else 2) * (group.size - 1)
-    scale = plan.gradient_itemsize / 4
-    spans: list[tuple[str, float, float]] = []
-    codec_total = 0.0
-    free = 0.0 if parallel.overlap_grad_reduce else done
-    for stage in reversed(plan.of_rank(rank)):  # the last chunk's gradients are complete first
-        one_pass = backward_s[stage.traffic.virtual_stage]
-        last_pass = ends[plan.graph.last_backward[stage.traffic.virtual_stage]]
-        wire = stage.traffic.data_parallel_wire_bytes * scale
-        codec = _gradient_codec_s(plan, hardware, stage)
-        whole, seen = sum(stage.buckets), 0
-        for numel in stage.buckets:
-            seen += numel
-            ready = last_pass - one_pass * (1 - seen / whole) if parallel.overlap_grad_reduce else done
-            begin = max(ready, free)
-            if codec:
-                share = codec * numel / whole
-                spans.append(("codec", begin, begin + share))
-                codec_total += share
-                begin += share
-            extra = 2 * messages if stage.compressed else 0  # one more ring for each factor
-            seconds = ring_s(hardware, group, wire * numel / whole, messages + extra)
-            spans.append(("data_parallel", begin, begin + seconds))
-            free = begin + seconds
-    end = max(free, done)
-    exposed = end - done
-    return _Reduction(tuple(spans), done, end, min(codec_total, exposed))
-
-
-def _gradient_codec_s(plan: StepPlan, hardware: Hardware, stage: StagePlan) -> float:
-    sc = plan.config.technique.sc
-    if not stage.compressed or not isinstance(sc.codec, LowRankConfig):
-        return 0.0
-    shapes: dict[tuple[int, ...], int] = {}
-    for weight in stage.compressed:
-        shapes[weight.shape] = shapes.get(weight.shape, 0) + 1
-    return sum(
-        count * cost.low_rank_s(hardware, *shape, sc.codec.rank, plan.gradient_itemsize, memory=sc.error_feedback)
-        for shape, count in shapes.items()
-    )
-
-
-def _embedding_s(plan: StepPlan, hardware: Hardware) -> float:
-    """The sum over the first and the last stage's copies of the word embedding; fused, over all their replicas."""
-    parallel = plan.config.parallel
-    nbytes = plan.stages[0].traffic.embedding_bytes * plan.gradient_itemsize / 4
-    if not nbytes:
-        return 0.0
-    tp, replicas, size = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.pipeline_parallel_size
-    if plan.config.technique.fe.enabled and not parallel.distributed_optimizer:
-        return ring_s(hardware, Group(2 * replicas, tp), nbytes, 2 * (2 * replicas - 1))
-    return ring_s(hardware, Group(2, tp * replicas * (size - 1)), nbytes, 2)
-
-
-def _at_the_end(plan: StepPlan, hardware: Hardware) -> Iterator[tuple[str, float]]:
-    """What all ranks do together once gradients are there."""
-    parallel = plan.config.parallel
-    replicas = parallel.data_parallel_size
-    size = parallel.pipeline_parallel_size
-    owned = max(sum(s.traffic.parameters for s in plan.of_rank(rank)) for rank in range(size))
-    owned /= replicas if parallel.distributed_optimizer else 1
-    yield "optimizer", cost.optimizer_s(hardware, owned, plan.layer.itemsize, plan.gradient_itemsize)
-    gathered = max(sum(s.traffic.parameter_gather_bytes for s in plan.of_rank(rank)) for rank in range(size))
-    gathered *= not plan.config.simulation.fully_sharded
-    yield "parameter_gather", ring_s(hardware, plan.data_group, gathered, replicas - 1) if gathered else 0.0
-    yield "overhead", hardware.step_s

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc import trace_events
-from optimus_cc.simulation.step import Event, StepTime
+from optimus_cc.simulation.reduction import Event
+from optimus_cc.simulation.step import StepTime
 
 COMPUTES = ("forward", "backward", "encode", "decode", "codec", "optimizer", "overhead")
 """Kinds of events on a stage's first row; the others are communication, on its second."""

@@ -79,7 +79,7 @@ def remarks(config: RunConfig) -> Iterator[str]:
         yield f"{config.model.name} in {parallel.label} lies {where} the range that was measured."
     if vocabulary_size(config) < _SMALL_VOCABULARY and config.model.hidden_size >= _LARGE_MODEL:
         yield (
-            f"The vocabulary has {vocabulary_size(config):,} entries, which makes logits and embeddings small; GPT-2's: "
+            f"The vocabulary has {vocabulary_size(config):,} entries, so logits and embeddings are small; GPT-2's: "
             "tokenizer.vocabulary_size=50257."
         )
     shared = parallel.sequence_parallel or parallel.split_over_tensor_parallel
@@ -88,5 +88,3 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"{parallel.tensor_parallel_size} tensor-parallel ranks send the same messages: "
             "parallel.split_over_tensor_parallel=true sends each once, as the paper's code did."
         )
-
-

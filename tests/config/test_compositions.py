@@ -283,21 +283,21 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
     corpus = tmp_path / "text.jsonl"
     corpus.write_text('{"text": "a"}\n')
     (tmp_path / "tokenizer.json").write_text("{}")
+    run = run_with_checkpoint(tmp_path)
     needs = {
         "data=jsonl": f"data.path={corpus}",
         "tokenizer=gpt2": f"tokenizer.vocab_file={corpus} tokenizer.merges_file={corpus}",
         "tokenizer=huggingface": f"tokenizer.path={tmp_path}",
-        "cluster=a100_hdr200": "cluster.num_nodes=1",
-        "cluster=h100_ndr400": "cluster.num_nodes=1",
+        **{f"cluster={name}": "cluster.num_nodes=1" for name in options("cluster")},
         "technique=baseline": "parallel=single",
         **{f"technique={name}": "parallel=pp4_dp2" for name in ("sc", "cb_fe_sc", "naive_dp")},
         **{f"ablation={name}": "parallel=pp4_dp2" for name in DIFFERENCES if name.startswith("sc_")},
         **{f"ablation={name}": "parallel=pp4_dp2" for name in ("cb_fe_sc", "naive_dp")},
         "codec=identity": "technique.cb.enabled=false",
         "task=benchmark": "benchmark=cost",
-        **{
-            f"task={name}": f"runs_dir={tmp_path} run={run_with_checkpoint(tmp_path)}" for name in ("evaluate", "export")
-        },
+        "task=simulate": "cluster=a100_hdr200",
+        "task=calibrate": f"cluster=a100_hdr200 simulation.measured={corpus}",
+        **{f"task={name}": f"runs_dir={tmp_path} run={run}" for name in ("evaluate", "export")},
         **{f"benchmark={name}": "task=benchmark" for name in ("cost", "links", "codecs")},
         **{f"experiment={name}": "launcher.dry_run=true" for name in options("experiment")},
         "experiment=figure_codec_throughput": "",

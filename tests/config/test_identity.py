@@ -40,6 +40,7 @@ GROUPS_NOT_COMPUTED = (
     "evaluation.",
     "export.",
     "launcher.",
+    "simulation.",
     "tracking.",
     "training.checkpoint.",
     "training.probes.",

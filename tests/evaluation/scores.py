@@ -39,6 +39,7 @@ def scores_of_parts(
     *,
     batch_size: int = 4,
     vocabulary_size: int = VOCABULARY,
+    padded: int = VOCABULARY,
 ) -> list[tuple[float, bool]]:
     """The same of requests that are cut into parts."""
     from optimus_cc import checkpoints
@@ -49,7 +50,7 @@ def scores_of_parts(
     backend = backend_in_world(config)
     found = checkpoints.newest(folder)
     assert found is not None
-    model = load_model(config, backend, VOCABULARY, found)
+    model = load_model(config, backend, padded, found)
     scorer = Scorer(model, backend, vocabulary_size=vocabulary_size, batch_size=batch_size)
     return [(score.log_probability, score.greedy) for score in scorer.score(parts)]
 

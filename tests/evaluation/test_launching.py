@@ -41,7 +41,7 @@ if RANK == 0:
     config = folder.run_config()
     run = RunFolder(config.run)
     found = checkpoints.at(checkpoints.path_of(run.checkpoints, config.checkpoint))
-    for kind in results.kinds(config) if config.force else results.missing(run, found, config):
+    for kind in results.kinds(config) if config.force else results.missing(run, results.describe(found), config):
         scored = {"tasks": {}} if kind == "zero_shot" else {"metrics": {}, "items": {"documents": 1, "tokens": 2}}
         results.write(run, {
             "kind": kind, "checkpoint": results.describe(found), "settings": results.settings(config, kind),
@@ -243,6 +243,13 @@ def test_a_checkpoint_that_is_removed_meanwhile_makes_way_for_the_newest(
     evaluate.evaluate(evaluating(config))
     assert "the checkpoint of step 4 was removed while it was being evaluated" in capsys.readouterr().out
     assert {result["checkpoint"]["step"] for result in results.read_all(folder_of(config))} == {6}
+
+
+def test_a_checkpoint_may_go_once_it_is_loaded(config: RunConfig, scripts: dict[str, Any]) -> None:
+    save(config, 4)
+    scripts["evaluate"] = MEASURE + "    import shutil; shutil.rmtree(found.path)\n"
+    assert set(evaluate.evaluate(evaluating(config))) == {"zero_shot", "perplexity"}
+    assert scripts["started"] == ["evaluate"]
 
 
 def test_a_checkpoint_that_was_named_and_is_removed_meanwhile(

@@ -24,7 +24,12 @@ needs_measurements = pytest.mark.skipif(
 
 
 def device(**changes: Any) -> DeviceConfig:
-    known: dict[str, Any] = {"memory_gbyte_s": 2000.0, "fp32_tflops": 150.0, "bf16_tflops": 300.0, "efficiency": NOTHING}
+    known: dict[str, Any] = {
+        "memory_gbyte_s": 2000.0,
+        "fp32_tflops": 150.0,
+        "bf16_tflops": 300.0,
+        "efficiency": NOTHING,
+    }
     return DeviceConfig(**{**known, **changes})
 
 

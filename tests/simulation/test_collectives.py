@@ -48,6 +48,8 @@ def test_effective_rates_are_those_of_a_rank_while_all_of_its_node_send() -> Non
     rates = hardware(measured, "fp32", "effective")
     assert ring_s(rates, Group(4, 8), GB, 6) == pytest.approx(8 / 4.0)
     assert message_s(rates, 8, 0, 1, GB) == pytest.approx(8 / 2.0)
+    slower = dataclasses.replace(measured, inter_node=dataclasses.replace(measured.inter_node, line_rate_gbit_s=16.0))
+    assert ring_s(hardware(slower, "fp32", "effective"), Group(4, 8), GB, 6) == pytest.approx(8 * 8 / 16)
     line = hardware(measured, "fp32", "line_rate")
     assert ring_s(line, Group(4, 8), GB, 6) == pytest.approx(8 * 8 / 200)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_bubble_has_its_closed_form(schedule: Schedule, forward: float, back
         (1, 3, 3 * (1 + 2)),
         # F, send 10, F, B, send 10, B: all one after the other.
         (2, 1, 1 + 10 + 1 + 2 + 10 + 2),
-        # Stage 1: F0 at 11, B0 to 14; its gradient goes together with F1, which waits at stage 0: 24; F1, B1 to 27; back: 37.
+        # Stage 1: F0 at 11, B0 to 14; its gradient passes F1's activation, to 24; F1, B1 to 27; back to 37; B1.
         (2, 2, 11 + 3 + 10 + 3 + 10 + 2),
         (3, 1, 3 * 1 + 2 * 10 + 3 * 2 + 2 * 10),
     ],
@@ -100,7 +101,7 @@ def test_nobody_does_two_things_at_once(
             if node.rank == rank and not found.works[node.work].kind.startswith("send")
         ]
         own.sort()
-        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in zip(own, own[1:], strict=False))
+        assert all(later[0] >= earlier[1] - 1e-9 for earlier, later in itertools.pairwise(own))
 
 
 def test_the_critical_path_is_gapless() -> None:

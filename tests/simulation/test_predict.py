@@ -1,4 +1,4 @@
-"""Predictions: limits that hold exactly, bytes, what is on the critical path, and that better hardware is never slower."""
+"""Predictions: limits that hold exactly, bytes, what is exposed, and that better hardware is never slower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     stages = draw(st.sampled_from([1, 2, 4]))
     replicas = draw(st.sampled_from([1, 2, 4]))
     tp = draw(st.sampled_from([1, 2, 8]))
-    options = {
+    options: dict[str, Any] = {
         "sequence_parallel": tp > 1 and draw(st.booleans()),
         "distributed_optimizer": draw(st.booleans()),
         "overlap_grad_reduce": draw(st.booleans()),
@@ -46,10 +46,14 @@ def configurations(draw: st.DrawFn) -> RunConfig:
     microbatches = stages * draw(st.integers(1, 4))
     micro = draw(st.sampled_from([1, 4]))
     config = composed(f"model=gpt_8_3b technique={technique} {PAPER}")
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": stages, "data_parallel_size": replicas}
+    sizes: dict[str, Any] = {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": stages,
+        "data_parallel_size": replicas,
+    }
     config = changed(
         config,
-        parallel={**sizes, **options, "split_over_tensor_parallel": options["split_over_tensor_parallel"]},
+        parallel={**sizes, **options},
         training={
             "micro_batch_size": micro,
             "global_batch_size": micro * replicas * microbatches,
@@ -160,9 +164,11 @@ def test_a_reduction_hides_behind_as_many_backward_passes_as_exposure_says(rank:
 
 def test_only_what_ends_last_is_exposed() -> None:
     """Compressing the last stage's gradients gains nothing as long as its reduction hides; the first stage's does."""
-    quick = composed(f"model=gpt_8_3b technique=sc {PAPER} technique.sc.warmup_steps=0 cluster.inter_node.ring_gbit_s=15")
+    quick = composed(
+        f"model=gpt_8_3b technique=sc {PAPER} technique.sc.warmup_steps=0 cluster.inter_node.ring_gbit_s=15"
+    )
     three = predict(quick)
-    every = predict(changed(quick, technique={"sc": dataclasses.replace(quick.technique.sc, fraction=1.0)}))  # type: ignore[type-var]
+    every = predict(changed(quick, technique={"sc": dataclasses.replace(quick.technique.sc, fraction=1.0)}))
     none = predict(baseline_of(quick))
     assert three.step_time_s == pytest.approx(every.step_time_s, rel=1e-3)
     assert none.step_time_s > three.step_time_s
@@ -176,7 +182,9 @@ def test_overlapped_reductions_hide_in_the_last_backward_pass() -> None:
 
 def test_the_distributed_optimizer_halves_the_reduction_and_gathers() -> None:
     line = f"model=gpt_8_3b technique=baseline {PAPER}"
-    plain, sharded = (predict(composed(f"{line} parallel.distributed_optimizer={value}")) for value in ("false", "true"))
+    plain, sharded = (
+        predict(composed(f"{line} parallel.distributed_optimizer={value}")) for value in ("false", "true")
+    )
     ratio = sharded.breakdown.data_parallel_s / plain.breakdown.data_parallel_s
     assert 0.4 < ratio < 0.6
     assert sharded.breakdown.parameter_gather_s == pytest.approx(sharded.breakdown.data_parallel_s, rel=0.1)
