@@ -6,7 +6,8 @@ the others (:data:`analysis.columns.TABLES`). A run folder whose files are as th
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
+import gc
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +18,11 @@ from typing import Any
 import pandas as pd
 
 from analysis.columns import TABLES, empty
-from analysis.read import codec_rows, is_settled, read, stamp, to_frame
+from analysis.read import Found, codec_rows, is_settled, read, stamp, to_frame
 from optimus_cc.records import read_json_object
 from optimus_cc.runs import BENCHMARKS, RunFolder, folders_in
 
 SUFFIXES = (".parquet", ".csv")
-_BATCH = 50
-"""Folders that a process reads at a time."""
 
 Tables = dict[str, pd.DataFrame]
 _WRITING_ORDER = sorted(TABLES, key=lambda name: name == "runs")
@@ -52,7 +51,11 @@ def collect(runs_dirs: Sequence[Path], before: Tables | None = None, filters: Se
         before: an earlier result of this function, whose rows are kept for folders that did not change.
         filters: see :func:`optimus_cc.runs.folders_in`.
     """
-    before = before or {}
+    with _no_garbage_collection():
+        return _collect(runs_dirs, before or {}, filters)
+
+
+def _collect(runs_dirs: Sequence[Path], before: Tables, filters: Sequence[str]) -> Collected:
     known = _known(before.get("runs"))
     result = Collected({})
     folders: list[tuple[RunFolder, str | None]] = []
@@ -69,23 +72,23 @@ def collect(runs_dirs: Sequence[Path], before: Tables | None = None, filters: Se
         elif _is_first(run, folder.path, seen, result.remarks):
             kept.add(run)
     result.unchanged, result.read = len(kept), len(folders)
-    batches = _read_all(folders)
-    runs = [(name, remarks) for batch in batches for name, remarks in batch.runs]
-    wanted = set()
+    found: list[Found] = [read(folder, mark) for folder, mark in folders]
+    wanted: list[Found] = []
     # The folder that has its run's name comes first, so that a copy beside it is the one that is left out.
-    for index in sorted(range(len(runs)), key=lambda index: runs[index][0] != folders[index][0].run_id):
-        (name, remarks), path = runs[index], folders[index][0].path
-        if _is_first(name, path, seen, result.remarks):
-            wanted.add(index)
-            result.remarks += [f"{os.path.relpath(path)}: {remark}" for remark in remarks]
+    for one, (folder, _) in sorted(
+        zip(found, folders, strict=True), key=lambda pair: pair[0].name != pair[1][0].run_id
+    ):
+        if _is_first(one.name, folder.path, seen, result.remarks):
+            wanted.append(one)
+            result.remarks += [f"{os.path.relpath(folder.path)}: {remark}" for remark in one.remarks]
     for table in TABLES:
+        old = before.get(table, empty(table))
         if table == "codecs":
-            parts = [to_frame(table, [codec_rows(folder) for folder in _benchmarks(runs_dirs)])]
+            frames = [to_frame(table, [codec_rows(folder) for folder in _benchmarks(runs_dirs)])]
         else:
-            old = before.get(table, empty(table))
-            new = (batch.tables[table] for batch in batches)
-            parts = [old[old["run"].isin(kept)], *(frame[frame["part"].isin(wanted)] for frame in new)]
-        result.tables[table] = _joined(table, parts)
+            parts = [one.tables[table] for one in wanted if table in one.tables]
+            frames = [old[old["run"].isin(kept)], to_frame(table, parts)]
+        result.tables[table] = _joined(table, frames)
     return result
 
 
@@ -131,6 +134,18 @@ def _benchmarks(runs_dirs: Iterable[Path]) -> Iterator[RunFolder]:
             continue
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """It would look through millions of values again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _known(runs: pd.DataFrame | None) -> dict[tuple[str, str], str]:
     """Run by folder and stamp, of runs that stay as they are."""
     if runs is None or runs.empty:
@@ -146,39 +161,12 @@ def _is_first(run: str, path: Path, seen: dict[str, Path], remarks: list[str]) -
     return False
 
 
-@dataclass
-class _Batch:
-    """Some folders, read; their rows say in ``part`` which folder of all they are from."""
-
-    runs: list[tuple[str, list[str]]]
-    tables: Tables
-
-
-def _read_all(folders: Sequence[tuple[RunFolder, str | None]]) -> list[_Batch]:
-    batches = [(start, folders[start : start + _BATCH]) for start in range(0, len(folders), _BATCH)]
-    workers = min(os.cpu_count() or 1, len(batches))
-    if workers < 2:
-        return [_read_batch(*batch) for batch in batches]
-    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(_read_batch, *zip(*batches, strict=True)))
-
-
-def _read_batch(start: int, folders: Sequence[tuple[RunFolder, str | None]]) -> _Batch:
-    found = [read(*one) for one in folders]
-    tables = {}
-    for table in TABLES:
-        nothing: dict[str, list[Any]] = {name: [] for name in TABLES[table]}
-        frame = to_frame(table, [one.tables.get(table, nothing) for one in found])
-        tables[table] = frame.assign(part=frame["part"] + start)
-    return _Batch([(one.name, one.remarks) for one in found], tables)
-
-
-def _joined(table: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    frames = [part[list(TABLES[table])] for part in parts if len(part)]
-    if not frames:
+def _joined(table: str, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    filled = [frame for frame in frames if len(frame)]
+    if not filled:
         return empty(table)
     key = "run" if "run" in TABLES[table] else "benchmark"
-    return pd.concat(frames, ignore_index=True).sort_values(key, kind="stable", ignore_index=True)
+    return pd.concat(filled, ignore_index=True).sort_values(key, kind="stable", ignore_index=True)
 
 
 def _load_table(path: Path, table: str) -> pd.DataFrame:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pandas as pd
 import yaml
 
@@ -203,10 +202,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    collecting = gc.isenabled()
-    gc.disable()  # it would look through all these values again and again
     try:
-        records: list[Any] = json.loads(b"[" + b",".join(line for line in lines if line) + b"]")
+        records: list[Any] = orjson.loads(b"[" + b",".join(line for line in lines if line) + b"]")
     except (ValueError, RecursionError):  # some line is damaged
         records = []
         for line in lines:
@@ -214,9 +211,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 records.append(from_json(line))
             except ValueError:
                 continue
-    finally:
-        if collecting:
-            gc.enable()
     yield from (record for record in records if isinstance(record, dict))
 
 
@@ -287,41 +281,38 @@ def number(value: Any) -> float | None:
 
 
 def to_frame(table: str, parts: Sequence[Rows]) -> pd.DataFrame:
-    """The rows of several folders as one typed frame; ``part`` says which of ``parts`` each row is from."""
+    """The rows of several folders as one typed frame."""
     columns = {}
     for name, column in TABLES[table].items():
         values: list[Any] = []
         for part in parts:
             values += part[name]
         columns[name] = convert(values, column.dtype)
-    sizes = [len(next(iter(part.values()))) for part in parts]
-    return pd.DataFrame({**columns, "part": np.repeat(np.arange(len(parts)), sizes)})
+    return pd.DataFrame(columns)
 
 
 def convert(values: Sequence[Any], dtype: str) -> Any:
     """A column of :mod:`analysis.columns` from JSON values; what has another type is missing."""
+    types = set(map(type, values)) - {type(None)}  # one look at all of them is faster than one at each
     if dtype == "float64":
-        try:
-            if not any(isinstance(value, (str, bool)) for value in values):
-                return np.array(values, dtype=np.float64)  # None becomes NaN
-        except (TypeError, ValueError, OverflowError):
-            pass
+        if types <= {float}:
+            return np.array(values, dtype=np.float64)  # None becomes NaN
         return np.array([math.nan if (one := number(value)) is None else one for value in values], dtype=np.float64)
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "string": partial(_is, str),
-        "boolean": partial(_is, bool),
-        "Int64": _is_whole,
-    }
-    keep = kinds[dtype]
-    return pd.array([value if keep(value) else None for value in values], dtype=dtype)
-
-
-def _is(kind: type, value: Any) -> bool:
-    return isinstance(value, kind)
+    expected, keep = _KINDS[dtype]
+    fits = types <= {expected} and expected is not int
+    return pd.array(values if fits else [value if keep(value) else None for value in values], dtype=dtype)
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+_KINDS: dict[str, tuple[type, Callable[[Any], bool]]] = {
+    "string": (str, lambda value: isinstance(value, str)),
+    "boolean": (bool, lambda value: isinstance(value, bool)),
+    "Int64": (int, _is_whole),
+}
+"""A column's type, and whether a value has it."""
 
 
 def _digest(value: Any) -> str:

@@ -150,6 +150,8 @@ class Data:
                 reasons.append(f"{line}: {error.problems[0].sentence}")
         for reason in reasons:
             self.note(f"Not predicted: {reason}.")
+        for source in sorted({one.cluster.calibration.source for one, _ in found if one.cluster.calibration}):
+            self.note(f"Predicted; rates of devices and links were fitted to: {source}.")
         if not found:
             raise Missing("configurations that the simulator can predict", need.command)
         return found

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import collect as collecting
 from analysis.__main__ import main
 from analysis.collect import Collected, collect, load, save
 from analysis.columns import TABLES
@@ -276,13 +275,3 @@ def test_the_page_describes_every_column() -> None:
         assert stated == [
             (name, column.dtype, column.unit or "-", column.meaning) for name, column in TABLES[table].items()
         ]
-
-
-def test_reading_is_done_in_several_processes_without_a_difference(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(5):
-        write_run(runs, CB, seed)
-    one = collect([runs])
-    monkeypatch.setattr(collecting, "_BATCH", 2)
-    several = collect([runs])
-    for table in TABLES:
-        pd.testing.assert_frame_equal(several.tables[table], one.tables[table])

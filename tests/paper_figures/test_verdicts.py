@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from analysis.collect import Tables, collect
 from analysis.statistics import compare
 from paper_figures.data import Data, read_claims
+from paper_figures.tables import zero_shot
 from paper_figures.verdicts import Verdict, judged_unchanged, judged_worse, verdicts
 from tests.analysis.run_folders import write_run
 
@@ -100,3 +102,19 @@ def test_words(shift: tuple[float, ...], worse: str, unchanged: str) -> None:
     comparison = compare(BASELINE, other)
     assert judged_worse(comparison)[0] == worse
     assert judged_unchanged(comparison)[0] == unchanged
+
+
+def test_zero_shot_takes_the_newest_checkpoint_and_says_that_small_models_show_nothing(tmp_path: Path) -> None:
+    for technique, accuracy in (("baseline", 0.25), ("cb_fe", 0.26)):
+        folder = write_run(tmp_path, f"technique={technique} parallel=pp4_dp2")
+        folder.evaluation.mkdir()
+        for step, value in ((20, 0.9), (40, accuracy)):
+            measure = {"metrics": {"acc": {"value": value, "standard_error": 0.01}}, "items": {"evaluated": 50}}
+            result = {"kind": "zero_shot", "checkpoint": {"step": step}, "tasks": {"piqa": measure}}
+            (folder.evaluation / f"step_{step:08d}-zero_shot-0.json").write_text(json.dumps(result))
+    data = Data(collect([tmp_path]).tables)
+    frame = zero_shot.values(data)
+    assert dict(zip(frame["technique"], frame["accuracy_percent"], strict=True)) == {"baseline": 25.0, "cb_fe": 26.0}
+    (verdict,) = [one for one in verdicts(data) if one.claim == "zero_shot"]
+    assert verdict.word == "not tested here"
+    assert "+1.00 points" in verdict.evidence
