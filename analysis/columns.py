@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from optimus_cc.phases import PHASES
+
 SCHEMA = 1
 """Counted up when the meaning of a column changes, so that tables of before are not gone on with."""
 
@@ -40,18 +42,6 @@ _PLACE = {
     "data_parallel_rank": _count("its data-parallel rank"),
     "tensor_parallel_rank": _count("its tensor-parallel rank"),
 }
-PHASES = (
-    "forward",
-    "backward",
-    "inter_stage",
-    "data_parallel",
-    "embedding",
-    "gradient_norm",
-    "optimizer",
-    "codec",
-    "probes",
-    "other",
-)
 MEMORY = (
     "peak",
     "baseline",

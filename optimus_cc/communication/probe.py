@@ -9,25 +9,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from optimus_cc.exposure import Message
-
-Phase = Literal[
-    "forward",
-    "backward",
-    "inter_stage",
-    "data_parallel",
-    "embedding",
-    "gradient_norm",
-    "optimizer",
-    "codec",
-    "probes",
-    "other",
-]
-"""What a rank spends the time of a step on. ``other`` is what no span covers."""
+from optimus_cc.phases import Phase
 
 
 class SpanListener(Protocol):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis.columns import PHASES
 from analysis.statistics import mean
+from optimus_cc.phases import PHASES
 from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query
 from paper_figures.measure import interval

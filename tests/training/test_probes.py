@@ -13,7 +13,8 @@ import torch
 from optimus_cc.communication.probe import Probe
 from optimus_cc.config import RunConfig
 from optimus_cc.exposure import Schedule
-from optimus_cc.training.probes.spans import PHASES, Span, phase_times
+from optimus_cc.phases import PHASES
+from optimus_cc.training.probes.spans import Span, phase_times
 from tests.communication.test_data_parallel import sc
 from tests.configurations import HIDDEN, SEQUENCE, VOCABULARY, low_rank, tiny
 from tests.ranks import RankPool

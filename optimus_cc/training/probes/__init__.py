@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc.communication.gradient_sync import replace
+from optimus_cc.phases import PHASES
 from optimus_cc.training.probes import error_independence
 from optimus_cc.training.probes.error_independence import ErrorIndependence
 from optimus_cc.training.probes.memory import MemoryMeter, held_by_training
 from optimus_cc.training.probes.place import Place
-from optimus_cc.training.probes.spans import PHASES, MegatronTimers, SpanRecorder, phase_times
+from optimus_cc.training.probes.spans import MegatronTimers, SpanRecorder, phase_times
 from optimus_cc.training.probes.trace import ClockOffset, rank_events, write_trace
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optimus_cc.communication.probe import Phase
 from optimus_cc.exposure import Message
+from optimus_cc.phases import Phase
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.optimizer import parts_of
 

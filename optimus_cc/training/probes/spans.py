@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 
-from optimus_cc.communication.probe import Phase
 from optimus_cc.exposure import Message, Schedule
+from optimus_cc.phases import PHASES, Phase
 from optimus_cc.training.backend import Backend
-
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass
