@@ -18,7 +18,8 @@ from typing import Any
 import pandas as pd
 
 from analysis.columns import TABLES, empty
-from analysis.read import Found, codec_rows, is_settled, read, stamp, to_frame
+from analysis.convert import to_frame
+from analysis.read import Found, codec_rows, is_settled, read, stamp
 from optimus_cc.records import read_json_object
 from optimus_cc.runs import BENCHMARKS, RunFolder, folders_in
 

@@ -45,7 +45,8 @@ def judge(*claims: str) -> Callable[[Judge], Judge]:
 
 def verdicts(data: Data) -> list[Verdict]:
     """One for each claim, in their order."""
-    import paper_figures.judges  # noqa: F401  (registers them)
+    import paper_figures.judges
+    import paper_figures.simulated_judges  # noqa: F401  (both register them)
 
     found = []
     for claim in data.paper["claims"]:

@@ -65,6 +65,7 @@ def draw(frame: pd.DataFrame, figure: Figure) -> None:
                 axes.bar(place, height, 0.75, bottom=bottom, color=color(index), hatch=hatch, edgecolor="white", lw=0)
                 bottom += height
         axes.set_xticks(range(len(techniques)), [shown(name) for name in techniques], rotation=20)
+        axes.set_ylim(0, 1.05 * float(part.groupby("technique")["value"].sum().max()))
         axes.set(ylabel="time of a step (s)", title=f"{kind}, {model}")
     from matplotlib.patches import Patch
 
