@@ -61,7 +61,7 @@ def _run(config: RunConfig, folder: RunFolder, ranks: int, device: str, stop: St
             shown = time.monotonic()
             progress.phase(f"measuring: {records[-1]['done']}/{records[-1]['total']}")
 
-    command = [sys.executable, "-m", "optimus_cc.benchmark"]
+    command = [sys.executable, "-m", "optimus_cc.benchmark", str(folder.path)]
     try:
         own_folder.run(command, ranks, config, device, folder, stop, progress, on_records)
     except RunFailed as error:

@@ -27,7 +27,6 @@ from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.run import TaskConfig
 from optimus_cc.evaluation import items, results, trained
 from optimus_cc.process import log_path
-from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import RunFailed, RunFolder
 from optimus_cc.training.errors import DataError
 
@@ -231,34 +230,24 @@ def _measure(
     kinds = " and ".join(kind.replace("_", "-") for kind in missing)
     text = f"{run.run_id}, step {found.step}, {kinds}"
     own_folder.show_heading(progress, "evaluate", text, ranks, device, folder, notices)
-    progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
-    on_poll = _shown(folder, progress)
-    try:
-        start(rank_command(folder, config), ranks, config, device, folder, stop, on_poll)
-    except RunFailed as error:
-        details = "\n".join(filter(None, [error.details, f"  Folder: {relative(folder.path)}."]))
-        raise type(error)(error.cause, details) from None
-    finally:
-        on_poll()
-        progress.close()
+    own_folder.run(rank_command(folder, config), ranks, config, device, folder, stop, progress, _shown(progress), start)
     if folder.summary() is None:
         said = "\n".join(f"    {line}" for line in last_lines(log_path(folder.logs, 0)))
         raise RunFailed("the ranks ended without a result", f"  See their logs in {folder.logs}.\n{said}")
 
 
-def _shown(folder: RunFolder, progress: Progress) -> Callable[[], None]:
-    """What shows, each time it is called, how far the ranks are."""
-    tail, what, told = JsonLinesTail(folder.metrics_path), "", 0.0
+def _shown(progress: Progress) -> Callable[[list[dict[str, Any]]], None]:
+    """What shows, from their records, how far the ranks are."""
+    what, told = "", 0.0
 
-    def on_poll() -> None:
+    def on_records(records: list[dict[str, Any]]) -> None:
         nonlocal what, told
-        for record in tail.new_records():
+        for record in records:
             if record["kind"] == "begin":
                 what = record["what"].replace("_", "-")
                 progress.phase(f"{what} ...")
             elif time.monotonic() - told >= PLAIN_INTERVAL_S:
                 told = time.monotonic()
                 progress.phase(f"{what}: {record['done']}/{record['total']} rows of a rank")
-        progress.update(())
 
-    return on_poll
+    return on_records

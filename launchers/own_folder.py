@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from launchers.local import relative, run_ranks
+from launchers.local import RunRanks, relative, run_ranks
 from launchers.progress import Progress
 from launchers.supervise import Stop
 from optimus_cc import provenance
@@ -56,8 +56,9 @@ def run(
     stop: Stop,
     progress: Progress,
     on_records: Callable[[list[dict[str, Any]]], None],
+    start: RunRanks = run_ranks,
 ) -> None:
-    """Run ``command`` once per rank, with the folder as its last argument.
+    """Run ``command`` once per rank.
 
     Args:
         on_records: takes the new records of the folder, if there are any; the last ones also after a failure.
@@ -74,7 +75,7 @@ def run(
 
     progress.phase(f"starting {ranks} rank{'s' * (ranks != 1)} ...")
     try:
-        run_ranks([*command, str(folder.path)], ranks, config, device, folder, stop, on_poll)
+        start(command, ranks, config, device, folder, stop, on_poll)
     except RunFailed as error:
         details = "\n".join(filter(None, [error.details, f"  Folder: {relative(folder.path)}."]))
         raise type(error)(error.cause, details) from None

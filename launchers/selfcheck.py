@@ -59,7 +59,7 @@ def selfcheck(config: RunConfig) -> dict[str, Any]:
             f"{tiny.training.micro_batch_size} x {model.sequence_length} synthetic tokens"
         )
         try:
-            own_folder.run(COMMAND, ranks, tiny, device, folder, stop, progress, on_records)
+            own_folder.run([*COMMAND, str(folder.path)], ranks, tiny, device, folder, stop, progress, on_records)
         except RunFailed as error:
             if error.state != "failed":
                 raise type(error)(f"the self-check ended: {error.cause}", error.details) from None
