@@ -221,7 +221,9 @@ def zero_shot_accuracy(data: Data, claim: Claim) -> Verdict:
     frame = zero_shot.values(data)
     tasks = frame["task"].nunique()
     wide = frame.pivot_table(index="task", columns="technique", values="accuracy_percent")
-    change = (wide.get("cb_fe", wide["baseline"]) - wide["baseline"]).mean()
+    if not {"baseline", "cb_fe"} <= set(wide):
+        raise Missing("zero-shot results of both baseline and cb_fe", zero_shot.COMMAND)
+    change = (wide["cb_fe"] - wide["baseline"]).mean()
     evidence = f"Mean change of accuracy over {tasks} tasks with CB+FE: {change:+.2f} points"
     why = "Models of this size score near chance, so that unchanged accuracy says nothing."
     return Verdict(

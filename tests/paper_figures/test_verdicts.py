@@ -118,3 +118,8 @@ def test_zero_shot_takes_the_newest_checkpoint_and_says_that_small_models_show_n
     (verdict,) = [one for one in verdicts(data) if one.claim == "zero_shot"]
     assert verdict.word == "not tested here"
     assert "+1.00 points" in verdict.evidence
+    evaluation = data.tables["evaluation"]
+    alone = {**data.tables, "evaluation": evaluation[evaluation["run"].str.contains("baseline")]}
+    (verdict,) = [one for one in verdicts(Data(alone)) if one.claim == "zero_shot"]
+    assert not verdict.evidence, "nothing to compare with is no unchanged accuracy"
+    assert "both baseline and cb_fe" in verdict.why
