@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 EFFECTIVE, LINE_RATE = "effective", "line_rate"
 """What links were seen to give, as far as the cluster's file knows; and what they are sold as."""
-PAPER = (
-    "training=paper optimizer=paper cluster=a100_hdr200 tokenizer.vocabulary_size=50257 "
-    "parallel.split_over_tensor_parallel=true task=simulate"
-)
-"""As the paper's released scripts start its runs: tensor-parallel ranks share messages out."""
+PAPER = "task=simulate"
+"""Which asks for the paper's training, optimizer, vocabulary size and cluster, unless something else is said."""
 LAYOUT = "parallel=tp8_pp4_dp4"
 MODELS = ("gpt_2_5b", "gpt_8_3b")
 GAIN = ("baseline", "cb_fe_sc")

@@ -40,10 +40,7 @@ FITTED = (
     Stated("gpt_8_3b", "baseline", 37.27, 230_000),
     Stated("gpt_2_5b", "naive_dp", 6.97, 125_000),  # against 8.00 days for as many steps of the baseline
 )
-LAYOUT = (
-    "parallel=tp8_pp4_dp4 parallel.split_over_tensor_parallel=true training=paper optimizer=paper "
-    "tokenizer.vocabulary_size=50257 cluster=a100_hdr200"
-)
+LAYOUT = "parallel=tp8_pp4_dp4 training=paper optimizer=paper tokenizer=bpe_50k cluster=a100_hdr200"
 """The paper's runs, as its released scripts start them: fp32, and tensor-parallel ranks share messages out."""
 
 
