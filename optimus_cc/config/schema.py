@@ -22,5 +22,6 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share in [0, 1)."""
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.]*$", max_length=40)]
+NAME, MAX_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.]*$", 40
+Name = Annotated[str, Field(pattern=NAME, max_length=MAX_NAME)]
 """A name that may stand in a folder's name."""

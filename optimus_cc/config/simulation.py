@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.parallel import ParallelConfig
-from optimus_cc.config.schema import PositiveInt, strict
+from optimus_cc.config.schema import MAX_NAME, NAME, PositiveInt, strict
 
 
 @strict
@@ -72,6 +73,10 @@ class SimulationConfig:
             yield Problem("simulation.collectives", self.collectives, allowed, "simulation.collectives=null")
         if self.cluster_file is not None:
             path = Path(self.cluster_file)
-            if path.suffix != ".yaml" or path.exists() or not path.absolute().parent.is_dir():
-                allowed = "a new NAME.yaml in a folder that exists: none is overwritten"
+            named = re.fullmatch(NAME, path.stem) and len(path.stem) <= MAX_NAME
+            if path.suffix != ".yaml" or not named or path.exists() or not path.absolute().parent.is_dir():
+                allowed = (
+                    "a new NAME.yaml in a folder that exists, whose NAME has letters, digits, _ and . alone: "
+                    "none is overwritten"
+                )
                 yield Problem("simulation.cluster_file", self.cluster_file, allowed, "another name")

@@ -160,8 +160,10 @@ def calibrate(
 ) -> Calibration:
     """Fit ``parameters``, and cross-validate: every measurement is also predicted by a fit that has not seen it.
 
-    The parts depend on what was run, not on the order in the file or on chance.
+    The parts depend on what was run, not on the order in the file or on chance. There are at most as many as
+    measurements; of one measurement nothing is held out.
     """
+    folds = min(folds, len(measured.samples))
     held_out: list[tuple[Sample, float]] = []
     errors = []
     for part in parts(measured.samples, folds) if folds > 1 else ():
@@ -211,11 +213,13 @@ def ring_inside(folder: str | Path, link: LinkConfig) -> LinkConfig:
     """
     rows, seconds = [], []
     for path in sorted(Path(folder).glob("gpus_*.csv")):
-        ranks = int(path.stem.partition("_")[2])
         try:
-            with path.open(encoding="utf-8", newline="") as file:
+            ranks = int(path.stem.partition("_")[2])
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 read = [(float(row["bytes"]), float(row["time_ns"]) / 1e9) for row in csv.DictReader(file)]
-        except (KeyError, ValueError) as error:
+            if ranks < 2 or not read or not all(0 < value < math.inf for row in read for value in row):
+                raise ValueError("two ranks or more, and rows of finite numbers above 0")
+        except (KeyError, TypeError, ValueError, OSError, csv.Error) as error:
             raise ConfigError(
                 Problem("simulation.collectives", str(path), f"columns bytes and time_ns ({error})", "mend it")
             ) from None

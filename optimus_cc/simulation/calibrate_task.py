@@ -53,6 +53,10 @@ def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
         parameters = fits.DEVICE if part is inside else fits.between_nodes(cluster)
         found = fits.calibrate(measured, cluster, parameters, folds=simulation.folds, source=source)
         print(f"\n{name.replace('_', ' ')}: {len(part)} step times; before the fit {before:.2f} % off")
+        if len(part) < 2 * len(parameters):
+            print(
+                f"too few for {len(parameters)} parameters: what came out meets them, and says little of anything else"
+            )
         print(table(found))
         cluster = found.cluster
         result[name] = {

@@ -7,6 +7,7 @@ shared by all groups of the same kind that leave the node at the same time.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from optimus_cc.simulation.hardware import Hardware
@@ -18,13 +19,24 @@ class Group:
 
     size: int
     stride: int
+    blocks: int = 1
+    """How many times ``size`` x ``stride`` ranks follow each other: one that begins in a node may end in the next."""
+    together: int | None = None
+    """The most of a group that follow each other, if others of it lie in a stage far away; None: all."""
 
     def per_node(self, ranks_per_node: int) -> int:
         """Ranks of one group in a node."""
-        return max(1, min(self.size, ranks_per_node // self.stride))
+        if self._straddles(ranks_per_node):
+            return max(1, self.size // 2)
+        return max(1, min(self.together or self.size, ranks_per_node // self.stride))
 
     def spans_nodes(self, ranks_per_node: int) -> bool:
         return self.size > self.per_node(ranks_per_node)
+
+    def _straddles(self, ranks_per_node: int) -> bool:
+        """Whether a node's end cuts a block that would fit into a node."""
+        block = self.size * self.stride
+        return block <= ranks_per_node < self.blocks * block and ranks_per_node % block != 0
 
     def sharers(self, ranks_per_node: int) -> int:
         """Groups that leave a node side by side."""
@@ -58,8 +70,15 @@ def message_s(hardware: Hardware, stride: int, sender: int, receiver: int, nbyte
     Args:
         stride: ranks of one stage, tensor- times data-parallel ones.
     """
-    per_node = hardware.ranks_per_node
-    if sender * stride // per_node == receiver * stride // per_node:
+    leaving = _leaving(stride, hardware.ranks_per_node, sender, receiver)
+    if not leaving:
         return hardware.message_s + hardware.intra.latency_s + nbytes / hardware.intra.p2p
-    shared = nbytes * min(stride, per_node) / hardware.inter.p2p
-    return hardware.message_s + hardware.inter.latency_s + shared
+    return hardware.message_s + hardware.inter.latency_s + nbytes * leaving / hardware.inter.p2p
+
+
+def _leaving(stride: int, per_node: int, sender: int, receiver: int) -> int:
+    """How many messages leave the node that most of them leave."""
+    if stride >= per_node:
+        return per_node
+    nodes = [((sender * stride + rank) // per_node, (receiver * stride + rank) // per_node) for rank in range(stride)]
+    return max(Counter(here for here, there in nodes if here != there).values(), default=0)

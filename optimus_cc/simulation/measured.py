@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,13 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
     Raises:
         ConfigError: columns are missing, or a row makes no sense.
     """
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            Problem("simulation.measured", str(path), f"a CSV file of step times, in UTF-8 ({error})", "mend it")
+        ) from None
     missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise ConfigError(
@@ -63,8 +69,11 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
         try:
             values = {name: int(row[name]) for name in COLUMNS[:-1]}
             milliseconds = float(row[COLUMNS[-1]])
-            if not milliseconds > 0:
+            if not 0 < milliseconds < math.inf:
                 raise ValueError(f"iteration_time_ms is {milliseconds}")
+            ranks = values["tensor_parallel"] * values["data_parallel"] * values["pipeline_parallel"]
+            if ranks != values["gpus"]:
+                raise ValueError(f"gpus is {values['gpus']}, but its layout has {ranks} ranks")
             samples.append(Sample(configuration(values, cluster), milliseconds / 1e3))
         except (ValueError, TypeError) as error:
             said = str(error).splitlines()[-1].strip()

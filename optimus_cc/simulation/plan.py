@@ -59,12 +59,14 @@ class StepPlan:
 
     @property
     def tensor_group(self) -> Group:
-        return Group(self.config.parallel.tensor_parallel_size, 1)
+        parallel = self.config.parallel
+        size = parallel.tensor_parallel_size
+        return Group(size, 1, parallel.world_size // size)
 
     @property
     def data_group(self) -> Group:
         parallel = self.config.parallel
-        return Group(parallel.data_parallel_size, parallel.tensor_parallel_size)
+        return Group(parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
     def of_rank(self, rank: int) -> list[StagePlan]:
         """The virtual stages of a pipeline rank."""

@@ -105,10 +105,13 @@ def embedding_s(plan: StepPlan, hardware: Hardware) -> float:
     nbytes = plan.stages[0].traffic.embedding_bytes * plan.gradient_itemsize / 4
     if not nbytes:
         return 0.0
-    tp, replicas, size = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.pipeline_parallel_size
+    tp, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+    apart = parallel.world_size > hardware.ranks_per_node  # the first and the last stage
     if plan.config.technique.fe.enabled and not parallel.distributed_optimizer:
-        return ring_s(hardware, Group(2 * replicas, tp), nbytes, 2 * (2 * replicas - 1))
-    return ring_s(hardware, Group(2, tp * replicas * (size - 1)), nbytes, 2)
+        group = Group(2 * replicas, tp, together=replicas if apart else None)
+        return ring_s(hardware, group, nbytes, 2 * (2 * replicas - 1))
+    # Side by side go as many pairs as a stage has ranks.
+    return ring_s(hardware, Group(2, tp * replicas, together=1 if apart else None), nbytes, 2)
 
 
 def at_the_end(plan: StepPlan, hardware: Hardware) -> Iterator[tuple[str, float]]:

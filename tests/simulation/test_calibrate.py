@@ -95,14 +95,41 @@ def test_files_that_make_no_sense(tmp_path: Path) -> None:
     header = ",".join(COLUMNS)
     with pytest.raises(ConfigError, match="iteration_time_ms"):
         read(write(tmp_path / "a.csv", "gpus,layers", "8,4"), cluster())
-    for row in ("8,16,2,1024,16,16,1024,1,8,1,x", "8,16,2,1024,16,16,1024,1,8,1,-4", "8,16,3,1024,16,16,1024,1,8,1,4"):
+    good = "8,16,2,1024,16,16,1024,1,8,1,4"
+    wrong = [good[:-1] + milliseconds for milliseconds in ("x", "-4", "nan", "inf")]
+    for row in (*wrong, "8,16,3,1024,16,16,1024,1,8,1,4", f"16{good[1:]}", good[:9]):
         with pytest.raises(ConfigError, match="line 2"):
             read(write(tmp_path / "a.csv", header, row), cluster())
+    latin = tmp_path / "latin.csv"
+    latin.write_bytes(f"{header}\n{good}\xe9\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read(latin, cluster())
+    assert len(read(write(tmp_path / "mark.csv", f"\ufeff{header}", good), cluster())) == 1  # as spreadsheets begin it
     with pytest.raises(ConfigError, match=r"simulation\.measured"):
         composed("task=calibrate cluster=a100_hdr800")
     file = write(tmp_path / "b.csv", header)
     with pytest.raises(ConfigError, match=r"simulation\.cluster_file"):
         composed(f"task=calibrate cluster=a100_hdr800 simulation.measured={file} simulation.cluster_file={file}")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("gpus_2", "8,0"), ("gpus_2", "8,nan"), ("gpus_2", "8"), ("gpus_2", ""), ("gpus_x", "8,9"), ("gpus_1", "8,9")],
+)
+def test_times_of_collectives_that_make_no_sense(tmp_path: Path, name: str, line: str) -> None:
+    write(tmp_path / f"{name}.csv", "bytes,time_ns", line)
+    with pytest.raises(ConfigError, match=name):
+        fits.ring_inside(tmp_path, cluster().intra_node)
+
+
+def test_few_measurements_are_cut_in_few_parts() -> None:
+    samples = made_up(cluster())
+    parameters = fits.between_nodes(cluster())[1:]
+    found = fits.calibrate(fits.Measurements.of(samples[-3:]), cluster(), parameters, folds=5)
+    assert (len(found.held_out_ratios), len(found.held_out_percent)) == (3, 3)
+    record = fits.calibrate(fits.Measurements.of(samples[-1:]), cluster(), parameters, folds=5).cluster.calibration
+    assert record is not None
+    assert record.held_out_error_percent is None
 
 
 def test_what_was_not_measured_is_said_to_be_outside() -> None:
