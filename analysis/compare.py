@@ -140,7 +140,7 @@ def render(pairs: Sequence[Pair], a: str, b: str) -> str:
         left_out = {seed for one in pair.comparisons.values() for seed in one.left_out}
         if left_out:
             lines.append(
-                f"  seeds left out, for they are not in both: {', '.join(map(str, sorted(left_out, key=str)))}"
+                f"  seeds left out, for they are not in both, or have no finite value: {', '.join(map(str, sorted(left_out, key=str)))}"
             )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -94,8 +94,9 @@ class Data:
 
     @property
     def runs(self) -> pd.DataFrame:
+        """Those that finished and whose configuration could be read."""
         found = self.tables["runs"]
-        return found[found["state"] == "finished"]
+        return found[found["state"] == "finished"].dropna(subset=["technique", "seed", "model", "layout", "setting"])
 
     def select(self, query: Query) -> Selection:
         """The runs that a query asks for.

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.collect import Collected, collect, load, save
+from analysis.collect import Collected, collect, load, save, table_path
 from analysis.columns import TABLES
 from optimus_cc.config.compose import CONF
 from optimus_cc.runs import RunFolder, Status
@@ -203,6 +203,18 @@ def test_damaged_tables_are_made_anew(runs: Path) -> None:
     assert len(pd.read_parquet(output)) == 1
     pd.DataFrame({"run": ["other"]}).to_parquet(output)
     assert load(output)["runs"].empty
+
+
+def test_with_one_table_lost_all_are_made_anew(runs: Path) -> None:
+    write_run(runs, CB, probes=True)
+    output = Path("results.parquet")
+    for table in TABLES:
+        save(collect([runs]).tables, output)
+        table_path(output, table).unlink()
+        again = collect([runs], load(output))
+        assert again.read == 1
+        for other, frame in collect([runs]).tables.items():
+            pd.testing.assert_frame_equal(again.tables[other], frame)
 
 
 def test_folders_of_any_content_are_survived(runs: Path) -> None:

@@ -84,6 +84,15 @@ def test_without_runs_each_says_how_to_make_them(tmp_path: Path) -> None:
             assert "python run.py" in verdict.why, verdict
 
 
+def test_a_run_whose_configuration_is_lost_is_not_used(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        kept = write_run(tmp_path, "technique=baseline parallel=pp4_dp2", seed)
+    kept.config_path.write_text("a: [1")
+    data = Data(collect([tmp_path]).tables)
+    assert list(data.runs["seed"]) == [1]
+    verdicts(data)
+
+
 BASELINE = {1: 100.0, 2: 101.0, 3: 99.0}
 
 
