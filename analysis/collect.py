@@ -68,7 +68,7 @@ def _collect(runs_dirs: Sequence[Path], before: Tables, filters: Sequence[str]) 
             continue
         mark = stamp(folder)
         run = known.get((os.path.relpath(folder.path), mark or ""))
-        if run is None:
+        if run != folder.path.name:  # not known; or a copy, which gives way if there is the folder that has the name
             folders.append((folder, mark))
         elif _is_first(run, folder.path, seen, result.remarks):
             kept.add(run)
@@ -91,6 +91,14 @@ def _collect(runs_dirs: Sequence[Path], before: Tables, filters: Sequence[str]) 
             frames = [old[old["run"].isin(kept)], to_frame(table, parts)]
         result.tables[table] = _joined(table, frames)
     return result
+
+
+def is_readable(output: Path) -> bool:
+    """Whether :func:`load` finds tables at ``output``."""
+    try:
+        return all(_load_table(table_path(output, table), table) is not None for table in TABLES)
+    except Exception:  # as in load
+        return False
 
 
 def load(output: Path) -> Tables:

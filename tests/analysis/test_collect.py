@@ -217,6 +217,30 @@ def test_with_one_table_lost_all_are_made_anew(runs: Path) -> None:
             pd.testing.assert_frame_equal(again.tables[other], frame)
 
 
+def test_a_copy_that_was_there_first_gives_way(runs: Path) -> None:
+    good = write_run(runs, CB)
+    kept = runs.parent / good.path.name
+    (runs / "a copy").mkdir()
+    shutil.move(good.path, kept)
+    shutil.copytree(kept, runs / "a copy", dirs_exist_ok=True)
+    before = collect([runs])
+    assert before.tables["runs"]["folder"].tolist() == ["runs/a copy"]
+    shutil.move(kept, good.path)
+    after = collect([runs], before.tables)
+    assert after.tables["runs"]["folder"].tolist() == [f"runs/{good.run_id}"]
+    assert after.remarks == collect([runs]).remarks
+
+
+def test_files_that_are_no_tables_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(runs, CB)
+    for command in (["show"], ["compare", "a", "b"], ["push"]):
+        with pytest.raises(SystemExit, match=r"missing\.parquet: no tables that can be read"):
+            main([*command, "--from", "missing.parquet"])
+    Path("file").touch()
+    assert main(["collect", "runs", "-o", "file/results.parquet"]) == 1
+    assert "file/results.parquet can't be written" in capsys.readouterr().err
+
+
 def test_folders_of_any_content_are_survived(runs: Path) -> None:
     """Each file cut short, and each file holding something else."""
     good = write_run(runs, CB, 1, probes=True)
