@@ -83,9 +83,12 @@ def _collect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     result = collecting.collect(options.runs_dirs or [Path("runs")], collecting.load(options.output))
     for remark in result.remarks:
         print(remark, file=sys.stderr)
-    for path, frame in zip(
-        collecting.save(result.tables, options.output), collecting.in_writing_order(result.tables), strict=True
-    ):
+    try:
+        paths = collecting.save(result.tables, options.output)
+    except OSError as error:
+        print(f"{options.output} can't be written: {error.strerror}", file=sys.stderr)
+        return 1
+    for path, frame in zip(paths, collecting.in_writing_order(result.tables), strict=True):
         print(f"{len(frame):>9,} rows  {path}")
     states = result.tables["runs"]["state"].value_counts().sort_index()
     print(", ".join(f"{count} {state}" for state, count in states.items()) or "no runs", end="; ")
@@ -97,6 +100,8 @@ def _tables(options: argparse.Namespace) -> dict[str, object]:
     from analysis import collect as collecting
 
     if options.source is not None:
+        if not collecting.is_readable(options.source):
+            raise SystemExit(f"{options.source}: no tables that can be read; python -m analysis collect writes them")
         return dict(collecting.load(options.source))
     result = collecting.collect(options.runs or [Path("runs")])
     for remark in result.remarks:

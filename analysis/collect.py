@@ -68,7 +68,7 @@ def _collect(runs_dirs: Sequence[Path], before: Tables, filters: Sequence[str]) 
             continue
         mark = stamp(folder)
         run = known.get((os.path.relpath(folder.path), mark or ""))
-        if run is None:
+        if run != folder.path.name:  # not known; or a copy, which gives way if there is the folder that has the name
             folders.append((folder, mark))
         elif _is_first(run, folder.path, seen, result.remarks):
             kept.add(run)
@@ -93,9 +93,23 @@ def _collect(runs_dirs: Sequence[Path], before: Tables, filters: Sequence[str]) 
     return result
 
 
+def is_readable(output: Path) -> bool:
+    """Whether :func:`load` finds tables at ``output``."""
+    try:
+        return all(_load_table(table_path(output, table), table) is not None for table in TABLES)
+    except Exception:  # as in load
+        return False
+
+
 def load(output: Path) -> Tables:
-    """The tables that lie at ``output``; those that can't be read, or have other columns, are empty."""
-    return {table: _load_table(table_path(output, table), table) for table in TABLES}
+    """The tables that lie at ``output``; all are empty if one of them can't be read, or has other columns.
+
+    For ``runs`` says what was read: with another table lost, it would say so of rows that are not there.
+    """
+    try:
+        return {table: _load_table(table_path(output, table), table) for table in TABLES}
+    except Exception:  # whatever it is, these are no tables of ours: all is read anew
+        return {table: empty(table) for table in TABLES}
 
 
 def save(tables: Tables, output: Path) -> list[Path]:
@@ -172,14 +186,13 @@ def _joined(table: str, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _load_table(path: Path, table: str) -> pd.DataFrame:
     types = {name: column.dtype for name, column in TABLES[table].items()}
-    try:
-        if path.suffix == ".csv":
-            found = pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), dtype=types)
-        else:
-            found = pd.read_parquet(path)
-        return found.astype(types) if list(found) == list(types) else empty(table)
-    except Exception:  # whatever it is, it is no table of ours: all is read anew
-        return empty(table)
+    if path.suffix == ".csv":
+        found = pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), dtype=types)
+    else:
+        found = pd.read_parquet(path)
+    if list(found) != list(types):
+        raise ValueError(f"{path} has other columns")
+    return found.astype(types)
 
 
 def finished(tables: Tables) -> pd.DataFrame:

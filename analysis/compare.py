@@ -139,8 +139,7 @@ def render(pairs: Sequence[Pair], a: str, b: str) -> str:
             lines.append(f"  {'':<{width}}  {one.text(digits)}")
         left_out = {seed for one in pair.comparisons.values() for seed in one.left_out}
         if left_out:
-            lines.append(
-                f"  seeds left out, for they are not in both: {', '.join(map(str, sorted(left_out, key=str)))}"
-            )
+            named = ", ".join(map(str, sorted(left_out, key=str)))
+            lines.append(f"  seeds left out, for they are not in both, or have no finite value: {named}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

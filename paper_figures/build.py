@@ -91,7 +91,7 @@ def cell(column: str, value: Any) -> str:
     if column == "technique":
         return shown(str(value))
     if isinstance(value, float):
-        return f"{value:.0f}" if value == round(value) and abs(value) >= 100 else f"{value:.4g}"
+        return f"{value:.0f}" if value.is_integer() and abs(value) >= 100 else f"{value:.4g}"
     return str(value)
 
 

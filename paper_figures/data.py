@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,22 @@ class Selection:
         found = self.of(technique).dropna(subset=[column])
         return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}
 
+    def diverged(self, technique: str) -> list[int]:
+        """Seeds of the runs that went on to their end with an infinite perplexity, or a loss that is no number."""
+        own = self.of(technique)
+        perplexity = own["validation_token_perplexity"]
+        gone = (perplexity == math.inf) | (perplexity.isna() & own["train_loss"].isna())
+        return [int(seed) for seed in own.loc[gone, "seed"]]
+
+    def only_diverged(self, technique: str, against: str) -> str:
+        """Says so if runs of one technique diverged where those of another one with the same seed did not."""
+        others = set(self.by_seed(against, "validation_token_perplexity")) - set(self.diverged(against))
+        seeds = [seed for seed in self.diverged(technique) if seed in others]
+        if not seeds:
+            return ""
+        which = ", ".join(map(str, seeds))
+        return f"{technique} diverged in {len(seeds)} of {len(others)} seeds ({which}), {against} in none of these"
+
     def mean(self, technique: str, column: str) -> statistics.Mean | None:
         values = list(self.by_seed(technique, column).values())
         return statistics.mean(values) if values else None
@@ -94,8 +111,9 @@ class Data:
 
     @property
     def runs(self) -> pd.DataFrame:
+        """Those that finished and whose configuration could be read."""
         found = self.tables["runs"]
-        return found[found["state"] == "finished"]
+        return found[found["state"] == "finished"].dropna(subset=["technique", "seed", "model", "layout", "setting"])
 
     def select(self, query: Query) -> Selection:
         """The runs that a query asks for.

@@ -12,7 +12,7 @@ from paper_figures.data import Data
 from paper_figures.figures import error_independence, memory, stage_fraction_rank
 from paper_figures.item import Missing, Query
 from paper_figures.tables import fe_volume, zero_shot
-from paper_figures.verdicts import Verdict, Word, judge, judged_unchanged, judged_worse, measured, worse
+from paper_figures.verdicts import DIVERGED, Verdict, Word, judge, judged_unchanged, judged_worse, measured, worse
 
 Claim = Mapping[str, Any]
 STUDY = "laptop/reproduce"
@@ -21,6 +21,8 @@ STUDY = "laptop/reproduce"
 @judge("cb_fe_perplexity")
 def unchanged(data: Data, claim: Claim) -> Verdict:
     selection = data.select(Query(STUDY, ("baseline", "cb_fe")))
+    if gone := selection.only_diverged("cb_fe", "baseline"):
+        return measured(selection, "not reproduced", DIVERGED, gone, ("baseline", "cb_fe"))
     comparison = selection.compare("cb_fe", "validation_token_perplexity")
     if comparison is None:
         raise Missing("runs of baseline and cb_fe with the same seed", selection.query.command)
@@ -31,6 +33,8 @@ def unchanged(data: Data, claim: Claim) -> Verdict:
 def slightly_worse(data: Data, claim: Claim) -> Verdict:
     """Worse, and by no more than the paper's per cent, as far as the interval tells."""
     selection = data.select(Query(STUDY, ("baseline", "cb_fe_sc")))
+    if gone := selection.only_diverged("cb_fe_sc", "baseline"):
+        return measured(selection, "not reproduced", DIVERGED, gone, ("baseline", "cb_fe_sc"))
     comparison = selection.compare("cb_fe_sc", "validation_token_perplexity")
     if comparison is None:
         raise Missing("runs of baseline and cb_fe_sc with the same seed", selection.query.command)
@@ -69,6 +73,9 @@ def naive_is_worst(data: Data, claim: Claim) -> Verdict:
     selection = data.select(Query(STUDY, ("cb_naive", *others), baseline="cb"))
     if "cb_naive" in selection.missing:
         raise Missing("runs of cb_naive", selection.query.command)
+    gone = [said for name in others if (said := selection.only_diverged("cb_naive", name))]
+    if len(gone) == len(others):
+        return measured(selection, "reproduced", DIVERGED, "; ".join(gone), ("cb_naive", *others))
     comparisons = {
         name: found
         for name in others
@@ -87,7 +94,8 @@ def naive_is_worst(data: Data, claim: Claim) -> Verdict:
     )
     evidence = "; ".join(f"against {name}: {found.text()}" for name, found in comparisons.items())
     why = {
-        "reproduced": "Significantly worse than each other variant. It did not diverge at this size.",
+        "reproduced": "Significantly worse than each other variant."
+        + " It did not diverge at this size." * (not selection.diverged("cb_naive")),
         "not reproduced": "Not worse than each other variant.",
         "not tested here": "Inconclusive against some variant: these seeds and steps do not tell.",
     }[word]

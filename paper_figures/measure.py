@@ -49,7 +49,9 @@ def against_baseline(selection: Selection, techniques: Iterable[str]) -> list[di
             comparison = selection.compare(technique, "validation_token_perplexity")
             row["faster_percent"] = faster.value if faster else None
             row["perplexity_difference"] = comparison.difference.value if comparison else None
-            row["perplexity_verdict"] = comparison.text() if comparison else "no seed in common with the baseline"
+            verdict = comparison.text() if comparison else "no seed with a finite value in both"
+            gone = selection.only_diverged(technique, selection.query.baseline)
+            row["perplexity_verdict"] = f"{verdict}; {gone}" if gone else verdict
         found.append(row)
     return found
 

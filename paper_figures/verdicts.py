@@ -30,6 +30,7 @@ class Verdict:
 
 
 Judge = Callable[[Data, Mapping[str, Any]], Verdict]
+DIVERGED = "It diverged where the other one did not."
 _JUDGES: dict[str, Judge] = {}
 
 
@@ -71,10 +72,12 @@ def measured(selection: Selection, word: Word, why: str, evidence: str, techniqu
 def worse(data: Data, technique: str, against: str, recipe: str, *, diverges: bool = False) -> Verdict:
     """Whether one technique's perplexity is higher than another one's: a paired t test over seeds."""
     selection = data.select(Query(recipe, (against, technique), baseline=against))
+    if gone := selection.only_diverged(technique, against):
+        return measured(selection, "reproduced", DIVERGED, gone, (against, technique))
     comparison = selection.compare(technique, "validation_token_perplexity")
     if comparison is None:
         raise Missing(f"runs of {against} and {technique} with the same seed", selection.query.command)
-    note = " No run diverged at this size." if diverges else ""
+    note = " No run diverged at this size." if diverges and not selection.diverged(technique) else ""
     return measured(selection, *judged_worse(comparison, note), (against, technique))
 
 

@@ -7,8 +7,8 @@ import pandas as pd
 from paper_figures.data import Data
 from paper_figures.item import Item, Missing, Query
 
-QUERY = Query("laptop/table_pretraining", ("baseline", "cb", "cb_fe", "cb_fe_sc"))
-COMMAND = "python run.py task=evaluate run=RUN, for each of these runs"
+QUERY = Query("laptop/table_zero_shot", ("baseline", "cb", "cb_fe", "cb_fe_sc"))
+COMMAND = QUERY.command
 
 
 def values(data: Data) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from analysis.__main__ import main
-from analysis.collect import Collected, collect, load, save
+from analysis.collect import Collected, collect, load, save, table_path
 from analysis.columns import TABLES
 from optimus_cc.config.compose import CONF
 from optimus_cc.runs import RunFolder, Status
@@ -203,6 +203,42 @@ def test_damaged_tables_are_made_anew(runs: Path) -> None:
     assert len(pd.read_parquet(output)) == 1
     pd.DataFrame({"run": ["other"]}).to_parquet(output)
     assert load(output)["runs"].empty
+
+
+def test_with_one_table_lost_all_are_made_anew(runs: Path) -> None:
+    write_run(runs, CB, probes=True)
+    output = Path("results.parquet")
+    for table in TABLES:
+        save(collect([runs]).tables, output)
+        table_path(output, table).unlink()
+        again = collect([runs], load(output))
+        assert again.read == 1
+        for other, frame in collect([runs]).tables.items():
+            pd.testing.assert_frame_equal(again.tables[other], frame)
+
+
+def test_a_copy_that_was_there_first_gives_way(runs: Path) -> None:
+    good = write_run(runs, CB)
+    kept = runs.parent / good.path.name
+    (runs / "a copy").mkdir()
+    shutil.move(good.path, kept)
+    shutil.copytree(kept, runs / "a copy", dirs_exist_ok=True)
+    before = collect([runs])
+    assert before.tables["runs"]["folder"].tolist() == ["runs/a copy"]
+    shutil.move(kept, good.path)
+    after = collect([runs], before.tables)
+    assert after.tables["runs"]["folder"].tolist() == [f"runs/{good.run_id}"]
+    assert after.remarks == collect([runs]).remarks
+
+
+def test_files_that_are_no_tables_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(runs, CB)
+    for command in (["show"], ["compare", "a", "b"], ["push"]):
+        with pytest.raises(SystemExit, match=r"missing\.parquet: no tables that can be read"):
+            main([*command, "--from", "missing.parquet"])
+    Path("file").touch()
+    assert main(["collect", "runs", "-o", "file/results.parquet"]) == 1
+    assert "file/results.parquet can't be written" in capsys.readouterr().err
 
 
 def test_folders_of_any_content_are_survived(runs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paper_figures.__main__ import main
+from paper_figures.build import cell
 from paper_figures.data import read_claims
 from paper_figures.verdicts import WORDS
 
@@ -104,6 +106,14 @@ def test_tables_come_in_three_forms(report: Path) -> None:
         tex = (report / "tables" / f"{name}.tex").read_text(encoding="utf-8")
         assert len(re.findall(r"\\\\$", tex, re.MULTILINE)) == len(rows) + 1
         assert not re.search(r"(?<!\\)[_#$]", tex.replace("$\\pm$", "").split("midrule")[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "-"), (None, "-"), (250.0, "250"), (0.12345, "0.1235")],
+)
+def test_a_cell_shows_any_number(value: float | None, text: str) -> None:
+    assert cell("perplexity", value) == text
 
 
 def test_the_command_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

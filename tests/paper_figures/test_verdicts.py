@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paper_figures.data import Data, read_claims
 from paper_figures.tables import zero_shot
 from paper_figures.verdicts import Verdict, judged_unchanged, judged_worse, verdicts
 from tests.analysis.run_folders import write_run
+from tests.paper_figures.conftest import SEEDS
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,33 @@ def test_without_runs_each_says_how_to_make_them(tmp_path: Path) -> None:
     for verdict in verdicts(Data(collect([tmp_path]).tables)):
         if verdict.word == "not tested here" and verdict.claim not in ("fe_measured", "motivation_time"):
             assert "python run.py" in verdict.why, verdict
+
+
+def test_a_run_whose_configuration_is_lost_is_not_used(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        kept = write_run(tmp_path, "technique=baseline parallel=pp4_dp2", seed)
+    kept.config_path.write_text("a: [1")
+    data = Data(collect([tmp_path]).tables)
+    assert list(data.runs["seed"]) == [1]
+    verdicts(data)
+
+
+def test_a_run_that_diverges_is_worse_and_is_not_left_out(tmp_path: Path) -> None:
+    """With one of three seeds infinite; the two that are left are equivalent to the baseline."""
+    for line in ("baseline", "cb", "cb_fe", "cb_no_lazy_error", "cb_no_epilogue", "cb_naive", "naive_dp"):
+        good = line in ("baseline", "cb", "cb_no_lazy_error", "cb_no_epilogue")
+        for seed in SEEDS:
+            value = 100.0 + seed if good or seed != 2 else math.inf
+            write_run(tmp_path, f"+ablation={line} parallel=pp4_dp2", seed, perplexity=value)
+    judged = {verdict.claim: verdict for verdict in verdicts(Data(collect([tmp_path]).tables))}
+    expected = {
+        "motivation_quality": "reproduced",
+        "naive_cb_worst": "reproduced",
+        "cb_fe_perplexity": "not reproduced",
+        "lazy_error_helps": "not reproduced",
+    }
+    assert {claim: judged[claim].word for claim in expected} == expected
+    assert "diverged in 1 of 3 seeds (2)" in judged["cb_fe_perplexity"].evidence
 
 
 BASELINE = {1: 100.0, 2: 101.0, 3: 99.0}
