@@ -132,12 +132,15 @@ def of_training(config: RunConfig, folder: RunFolder) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Look at what an evaluation needs: packages, names of tasks, and their items, here or from the hub.
+    """Look at what an evaluation needs: packages, names of tasks, their items, here or from the hub, and documents.
 
     Raises:
         ConfigError: something is not there.
     """
     settings = config.evaluation
+    wrong = list(items.document_problems(settings))
+    if wrong:
+        raise ConfigError(wrong)
     if not settings.tasks:
         return
     lacking = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
@@ -146,7 +149,6 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             Problem("evaluation.tasks", list(settings.tasks), allowed, "python -m pip install -e '.[evaluation]'")
         )
-    wrong: list[Problem] = []
     if settings.data_dir is not None:
         wrong = list(items.problems(settings.data_dir, settings.tasks, settings.num_fewshot))
     if not wrong and (settings.data_dir is None or not set(settings.tasks) <= set(TASKS)):

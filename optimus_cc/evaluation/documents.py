@@ -103,7 +103,7 @@ def read(config: RunConfig, tokenizer: Tokenizer) -> Iterator[Document]:
     if settings.documents is None:
         found = _of_corpus(corpus.cache_folder(config), tokenizer)
     else:
-        texts = read_json_lines(Path(settings.documents), settings.text_key)
+        texts = read_json_lines(Path(settings.documents), settings.text_key, said_by="evaluation.text_key")
         found = (Document(text, tokenizer.encode(text)) for text in texts if text)
     return itertools.islice(found, settings.limit)
 

@@ -1,14 +1,19 @@
-"""Items of zero-shot tasks in local files: ``FOLDER/TASK.jsonl``, one JSON object a line. Neither torch nor lm-eval."""
+"""Items of zero-shot tasks in local files: ``FOLDER/TASK.jsonl``, one JSON object a line; and a look at a file of
+held-out documents. Neither torch nor lm-eval."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus_cc.config.errors import Problem
+from optimus_cc.config.evaluation import EvaluationConfig
+from optimus_cc.training.documents import read_json_lines
+from optimus_cc.training.errors import DataError
 
 Row = dict[str, Any]
 KEY = "evaluation.data_dir"
@@ -150,3 +155,18 @@ def problems(data_dir: str, tasks: Sequence[str], num_fewshot: int) -> Iterator[
                 f"fewer examples than {path} holds items ({len(rows)}); they are taken from the others of the file",
                 f"evaluation.num_fewshot={len(rows) - 1}",
             )
+
+
+def document_problems(settings: EvaluationConfig) -> Iterator[Problem]:
+    """What is wrong with the file of held-out documents, as far as ``settings.limit`` has it read."""
+    if settings.documents is None or not settings.perplexity:
+        return
+    path = Path(settings.documents)
+    allowed, fix = "a file that holds a text", "another file, or evaluation.documents=null for the run's own documents"
+    try:
+        texts = filter(None, read_json_lines(path, settings.text_key, said_by="evaluation.text_key"))
+        if sum(1 for _ in itertools.islice(texts, settings.limit)):
+            return
+    except DataError as error:
+        allowed, fix = str(error), "mend that line, or give evaluation.text_key the key that holds the text"
+    yield Problem("evaluation.documents", settings.documents, allowed, fix)

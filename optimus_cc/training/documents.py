@@ -24,10 +24,13 @@ _CHUNK_BYTES = 2**20
 # --- JSON lines ------------------------------------------------------------------------------------------------------
 
 
-def read_json_lines(path: Path, text_key: str) -> Iterator[str]:
+def read_json_lines(path: Path, text_key: str, *, said_by: str = "data.text_key") -> Iterator[str]:
     """The text of each line of a JSON-lines file; ``""`` where a line or its text is blank.
 
     ``.gz`` and ``.zst`` files are decompressed on the way. Memory: one line.
+
+    Args:
+        said_by: the key of the configuration that ``text_key`` comes from.
 
     Raises:
         DataError: at the first line that is not a JSON object with a string under ``text_key``, not UTF-8, or cut off.
@@ -38,7 +41,7 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[str]:
     def broken(found: str) -> DataError:
         return DataError(
             f"{path}, line {number}: {found}. Expected one JSON object a line, in UTF-8, "
-            f"with the document's text as a string under {text_key!r} (data.text_key)."
+            f"with the document's text as a string under {text_key!r} ({said_by})."
         )
 
     lines = _lines(path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optimus_cc.config.evaluation import TASKS
+from optimus_cc.config.evaluation import TASKS, EvaluationConfig
 from optimus_cc.evaluation import items
 from tests.evaluation import files
 
@@ -98,3 +99,27 @@ def test_examples_have_to_be_other_items(tmp_path: Path) -> None:
     problems = list(items.problems(str(files.write(tmp_path, 3)), TASKS, 3))
     assert {problem.key for problem in problems} == {"evaluation.num_fewshot"}
     assert len(problems) == len(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"body": "one"}\n{"body": "cut o', "line 2: not JSON"),
+        (b'{"body": "one"}\n\n{"text": "two"}\n', "line 3: no key 'body'"),
+        (b'{"body": "\xff"}\n', "line 1: not UTF-8"),
+        (b'{"body": 5}\n', "line 1: 'body' holds a JSON number"),
+        (b'\n{"body": " "}\n', "holds a text"),
+        (b"", "holds a text"),
+    ],
+)
+def test_documents_that_hold_something_else(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_bytes(content)
+    this: Any = EvaluationConfig(documents=str(path), text_key="body")
+    (problem,) = items.document_problems(this)
+    assert (problem.key, problem.value) == ("evaluation.documents", str(path))
+    assert said in problem.allowed
+    assert "data.text_key" not in problem.allowed
+    assert not list(items.document_problems(dataclasses.replace(this, perplexity=False)))
+    # What is not read is not looked at.
+    assert bool(list(items.document_problems(dataclasses.replace(this, limit=1)))) == (b'"one"' not in content)

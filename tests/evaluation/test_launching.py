@@ -150,6 +150,17 @@ def test_a_broken_item_is_told_before_the_training_starts(config: RunConfig, scr
     assert not folder_of(config).path.exists()
 
 
+def test_a_broken_document_is_told_before_the_training_starts(
+    config: RunConfig, scripts: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"documents\.jsonl, line 1: no key 'text'"):
+        local.train(change(config, tasks=(), documents=str(path)))
+    assert scripts["started"] == []
+    assert not folder_of(config).path.exists()
+
+
 def test_an_end_that_was_asked_for(config: RunConfig, scripts: dict[str, Any]) -> None:
     local.train(change(config, after_training=False))
     scripts["evaluate"] = "time.sleep(1000)"
