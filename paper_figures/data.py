@@ -140,6 +140,10 @@ class Data:
         selection = Selection(chosen, missing, query)
         self.note_runs(chosen["run"])
         self.note(f"Measured: {selection.scale}.")
+        for technique in selection.techniques:
+            if seeds := selection.diverged(technique):
+                which = ", ".join(map(str, seeds))
+                self.note(f"Diverged, and in no curve: {technique}, seed{'s' * (len(seeds) != 1)} {which}.")
         if missing:
             self.note(f"Not there: {', '.join(missing)}. To make it: {query.command}")
         if extra := [name for name in query.extra if name not in set(chosen["technique"])]:

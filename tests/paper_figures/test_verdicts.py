@@ -102,7 +102,9 @@ def test_a_run_that_diverges_is_worse_and_is_not_left_out(tmp_path: Path) -> Non
         for seed in SEEDS:
             value = 100.0 + seed if good or seed != 2 else math.inf
             write_run(tmp_path, f"+ablation={line} parallel=pp4_dp2", seed, perplexity=value)
-    judged = {verdict.claim: verdict for verdict in verdicts(Data(collect([tmp_path]).tables))}
+    data = Data(collect([tmp_path]).tables)
+    judged = {verdict.claim: verdict for verdict in verdicts(data)}
+    assert "Diverged, and in no curve: cb_fe, seed 2." in data.notes["claim cb_fe_perplexity"]
     expected = {
         "motivation_quality": "reproduced",
         "naive_cb_worst": "reproduced",
