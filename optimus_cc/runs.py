@@ -50,6 +50,8 @@ State = Literal["queued", "running", "preempted", "cancelled", "failed", "finish
 
 SCHEDULER_RECORD = "slurm.json"
 """Which job of a scheduler the run is; it belongs to no attempt. Written by the launcher."""
+DIVERGED = "the training loss became"
+"""Part of the cause of a run that ended because its loss was no number any more."""
 BENCHMARKS, SELFCHECKS = "benchmarks", "selfchecks"
 NOT_RUNS = frozenset({BENCHMARKS, SELFCHECKS})
 """The folders beside the run folders that hold something else."""

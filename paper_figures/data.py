@@ -16,6 +16,7 @@ import yaml
 from analysis import statistics
 from analysis.collect import Tables
 from optimus_cc.config import ConfigError
+from optimus_cc.runs import DIVERGED
 from paper_figures.item import Configurations, Missing, Query
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Selection:
         return {int(seed): float(value) for seed, value in zip(found["seed"], found[column], strict=True)}
 
     def diverged(self, technique: str) -> list[int]:
-        """Seeds of the runs that went on to their end with an infinite perplexity, or a loss that is no number."""
+        """Seeds of the runs with an infinite perplexity, or a loss that is no number, which ends a run by default."""
         own = self.of(technique)
         perplexity = own["validation_token_perplexity"]
         gone = (perplexity == math.inf) | (perplexity.isna() & own["train_loss"].isna())
@@ -111,9 +112,14 @@ class Data:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """Those that finished and whose configuration could be read."""
+        """Those that finished, or diverged and were stopped for it, and whose configuration could be read."""
         found = self.tables["runs"]
-        return found[found["state"] == "finished"].dropna(subset=["technique", "seed", "model", "layout", "setting"])
+        stopped = (found["state"] == "failed") & found["cause"].fillna("").str.contains(DIVERGED, regex=False)
+        found = found[(found["state"] == "finished") | stopped]
+        found = found.dropna(subset=["technique", "seed", "model", "layout", "setting"])
+        # Only a summary tells how many parameters a model has; a run that was stopped has none.
+        number = found.groupby("setting")["num_parameters"].transform("max")
+        return found.assign(num_parameters=found["num_parameters"].fillna(number))
 
     def select(self, query: Query) -> Selection:
         """The runs that a query asks for.

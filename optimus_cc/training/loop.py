@@ -21,6 +21,7 @@ from megatron.core.distributed import finalize_model_grads
 from optimus_cc.communication.attach import Attachment, attach
 from optimus_cc.communication.traffic import TrafficMeter
 from optimus_cc.config import RunConfig
+from optimus_cc.runs import DIVERGED
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.history import History, perplexity
 from optimus_cc.training.model import build_model
@@ -289,7 +290,7 @@ def run(
             record(values)
             if not math.isfinite(values["loss"]) and training.on_nonfinite_loss == "stop":
                 raise NonFiniteLoss(
-                    f"the training loss became {values['loss']} by step {trainer.step} "
+                    f"{DIVERGED} {values['loss']} by step {trainer.step} "
                     f"(gradient norm {values['grad_norm']:.4g}, "
                     f"learning rate {values['learning_rate']:.3g}); training.on_nonfinite_loss=continue goes on"
                 )

@@ -10,6 +10,7 @@ import pytest
 
 from analysis.collect import Tables, collect
 from analysis.statistics import compare
+from optimus_cc.runs import DIVERGED, Status
 from paper_figures.data import Data, read_claims
 from paper_figures.tables import zero_shot
 from paper_figures.verdicts import Verdict, judged_unchanged, judged_worse, verdicts
@@ -95,13 +96,24 @@ def test_a_run_whose_configuration_is_lost_is_not_used(tmp_path: Path) -> None:
     verdicts(data)
 
 
-def test_a_run_that_diverges_is_worse_and_is_not_left_out(tmp_path: Path) -> None:
-    """With one of three seeds infinite; the two that are left are equivalent to the baseline."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_diverges_is_worse_and_is_not_left_out(tmp_path: Path, stopped: bool) -> None:
+    """With one of three seeds infinite, or ended for it; the two that are left are equivalent to the baseline."""
     for line in ("baseline", "cb", "cb_fe", "cb_no_lazy_error", "cb_no_epilogue", "cb_naive", "naive_dp"):
         good = line in ("baseline", "cb", "cb_no_lazy_error", "cb_no_epilogue")
         for seed in SEEDS:
             value = 100.0 + seed if good or seed != 2 else math.inf
-            write_run(tmp_path, f"+ablation={line} parallel=pp4_dp2", seed, perplexity=value)
+            folder = write_run(tmp_path, f"+ablation={line} parallel=pp4_dp2", seed, perplexity=value)
+            if stopped and value == math.inf:
+                folder.summary_path.unlink()
+                folder.write_status(
+                    Status(
+                        "failed",
+                        total_steps=40,
+                        device="cpu",
+                        cause=f"rank 3: NonFiniteLoss: {DIVERGED} nan by step 20",
+                    )
+                )
     data = Data(collect([tmp_path]).tables)
     judged = {verdict.claim: verdict for verdict in verdicts(data)}
     assert "Diverged, and in no curve: cb_fe, seed 2." in data.notes["claim cb_fe_perplexity"]
