@@ -6,8 +6,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from paper_figures.data import Data
-from paper_figures.item import Configurations
+from paper_figures.item import Configurations, Missing, Query
+from paper_figures.measure import gains
 
 if TYPE_CHECKING:
     from optimus_cc.config import RunConfig
@@ -123,6 +126,24 @@ def predicted_gains(data: Data, need: Configurations) -> list[dict[str, Any]]:
         }
         for config, percent in faster(data, need, lambda config: (config.model.name, config.parallel.label))
     ]
+
+
+def all_gains(data: Data, query: Query, varied: str, need: Configurations, what: str) -> pd.DataFrame:
+    """Measured and predicted gains, over values of ``varied``; which of the two is not there is noted.
+
+    Raises:
+        Missing: both; ``what``: of what there are no runs.
+    """
+    found = gains(data, query, ("model", "total_steps"), varied)
+    if not found:
+        data.note(f"Missing: runs of {' and '.join(query.techniques)} {what}. To make it: {query.command}")
+    try:
+        found += predicted_gains(data, need)
+    except Missing as missing:
+        data.note(f"Missing: {missing}. To make it: {missing.command}")
+    if not found:
+        raise Missing(f"runs {what}, and the simulator", query.command)
+    return pd.DataFrame(found)
 
 
 def network_gains(data: Data) -> list[dict[str, Any]]:

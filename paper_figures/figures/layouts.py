@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from paper_figures.data import Data
-from paper_figures.item import Item, Missing, Query
-from paper_figures.measure import gains
-from paper_figures.predicted import LAYOUTS, predicted_gains
+from paper_figures.item import Item, Query
+from paper_figures.predicted import LAYOUTS, all_gains
 from paper_figures.style import PAGE, grouped_bars, legend
 
 if TYPE_CHECKING:
@@ -19,16 +18,7 @@ QUERY = Query("laptop/figure_layouts", ("baseline", "cb_fe_sc"))
 
 
 def values(data: Data) -> pd.DataFrame:
-    found = gains(data, QUERY, ("model", "total_steps"), "layout")
-    if not found:
-        data.note(f"Missing: runs of baseline and cb_fe_sc in several layouts. To make it: {QUERY.command}")
-    try:
-        found += predicted_gains(data, LAYOUTS)
-    except Missing as missing:
-        data.note(f"Missing: {missing}. To make it: {missing.command}")
-    if not found:
-        raise Missing("runs in several layouts, and the simulator", QUERY.command)
-    return pd.DataFrame(found)
+    return all_gains(data, QUERY, "layout", LAYOUTS, "in several layouts")
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from paper_figures.data import Data
-from paper_figures.item import Item, Missing, Query
-from paper_figures.measure import gains
-from paper_figures.predicted import SCALING, predicted_gains
+from paper_figures.item import Item, Query
+from paper_figures.predicted import SCALING, all_gains
 from paper_figures.style import MARKERS, PAGE, color, error_bars
 
 if TYPE_CHECKING:
@@ -19,16 +18,7 @@ QUERY = Query("laptop/figure_scaling", ("baseline", "cb_fe_sc"))
 
 
 def values(data: Data) -> pd.DataFrame:
-    found = gains(data, QUERY, ("model", "total_steps"), "ranks")
-    if not found:
-        data.note(f"Missing: runs of baseline and cb_fe_sc on several numbers of ranks. To make it: {QUERY.command}")
-    try:
-        found += predicted_gains(data, SCALING)
-    except Missing as missing:
-        data.note(f"Missing: {missing}. To make it: {missing.command}")
-    if not found:
-        raise Missing("runs on several numbers of ranks, and the simulator", QUERY.command)
-    return pd.DataFrame(found)
+    return all_gains(data, QUERY, "ranks", SCALING, "on several numbers of ranks")
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
