@@ -47,7 +47,7 @@ class EfficiencyConfig:
     """What a collective takes beyond its messages, which are priced by the links."""
     wait_us: NonNegativeFloat = 20.0
     """What a host waits, at each tensor-parallel collective, for each other rank of the group."""
-    message_us: NonNegativeFloat = 120.0
+    message_us: NonNegativeFloat = 400.0
     """What a stage-to-stage message takes beyond the link: launching it, and waiting until it is complete."""
     step_ms: NonNegativeFloat = 1.0
     """Of each step, whatever it computes: batches, logging, waiting for the host."""

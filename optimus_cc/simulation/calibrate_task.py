@@ -14,6 +14,7 @@ from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.run import RunConfig
 from optimus_cc.simulation import calibrate as fits
 from optimus_cc.simulation.measured import read
+from optimus_cc.simulation.report import can_be_written
 from optimus_cc.simulation.trust import fitted_values
 
 _CLUSTER: TypeAdapter[ClusterConfig] = TypeAdapter(ClusterConfig)
@@ -68,7 +69,8 @@ def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
         }
     if simulation.cluster_file is not None:
         path = Path(simulation.cluster_file)
-        path.write_text(cluster_file(cluster, path.stem), encoding="utf-8")
+        with can_be_written("simulation.cluster_file", simulation.cluster_file):
+            path.write_text(cluster_file(cluster, path.stem), encoding="utf-8")
         print(f"\ncluster    {path}")
     return result
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,10 +216,26 @@ def _write_files(one: Simulated) -> None:
     if simulation.trace is not None:
         from optimus_cc.simulation.trace import write
 
-        write(Path(simulation.trace), one.time)
+        with can_be_written("simulation.trace", simulation.trace):
+            write(Path(simulation.trace), one.time)
         print(f"trace      {simulation.trace}")
     if simulation.gantt is not None:
         from optimus_cc.simulation.gantt import draw
 
-        draw(Path(simulation.gantt), one.time)
+        with can_be_written("simulation.gantt", simulation.gantt):
+            draw(Path(simulation.gantt), one.time)
         print(f"figure     {simulation.gantt}")
+
+
+@contextmanager
+def can_be_written(key: str, path: str) -> Iterator[None]:
+    """Writes the file that ``key`` names.
+
+    Raises:
+        ConfigError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        allowed = f"a file that can be written ({error.strerror or error})"
+        raise ConfigError(Problem(key, path, allowed, f"another path, or {key}=null")) from None

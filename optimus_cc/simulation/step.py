@@ -190,11 +190,11 @@ def codec_s(plan: StepPlan, hardware: Hardware, *, encode: bool, memory: bool) -
     """Encoding or decoding one stage-to-stage message."""
     config = plan.config
     nbytes = config.message_nbytes
-    if hardware.codec is not None:  # encoding is two products of three
-        return (2 if encode else 1) / 3 * nbytes / hardware.codec
     codec = config.technique.cb.codec
     rows, columns = message_matrix(config.message_shape)
     if isinstance(codec, LowRankConfig):
+        if hardware.codec is not None:  # encoding is two products of three
+            return (2 if encode else 1) / 3 * nbytes / hardware.codec
         both = cost.low_rank_s(hardware, rows, columns, codec.rank, config.message_itemsize, memory=memory)
         return (0.7 if encode else 0.3) * both
     # Top-k: a few passes to find the largest, one to put them back.

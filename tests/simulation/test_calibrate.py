@@ -108,8 +108,9 @@ def test_files_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"simulation\.measured"):
         composed("task=calibrate cluster=a100_hdr800")
     file = write(tmp_path / "b.csv", header)
-    with pytest.raises(ConfigError, match=r"simulation\.cluster_file"):
-        composed(f"task=calibrate cluster=a100_hdr800 simulation.measured={file} simulation.cluster_file={file}")
+    for name in (file, tmp_path / "no-name-of-a-cluster.yaml"):
+        with pytest.raises(ConfigError, match=r"simulation\.cluster_file"):
+            composed(f"task=calibrate cluster=a100_hdr800 simulation.measured={file} simulation.cluster_file={name}")
 
 
 @pytest.mark.parametrize(

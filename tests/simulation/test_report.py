@@ -154,3 +154,11 @@ def test_a_dry_run_is_told_what_was_predicted(tmp_path: Path) -> None:
     for change in ("training.micro_batch_size=4", "training.device=cpu", "cluster=h100_ndr400"):
         (other,) = compose(f"{line} {change}")
         assert forecasts(plan_runs([other]))[0].step_time is None
+
+
+@pytest.mark.parametrize(("key", "name"), [("trace", "step.json"), ("gantt", "step.png")])
+def test_a_file_that_can_not_be_written(tmp_path: Path, key: str, name: str) -> None:
+    config = composed(f"model=gpt_2_5b technique=cb {PAPER} simulation.{key}={tmp_path / name}")
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"simulation.{key}"):
+        simulate(config)
