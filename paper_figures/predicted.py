@@ -62,14 +62,22 @@ TIMELINE = _asked([f"{LAYOUT} model=gpt_8_3b training.global_batch_size=256"], _
 
 
 def faster(
-    data: Data, need: Configurations, key: Callable[[RunConfig], Hashable], bandwidth: str = EFFECTIVE
+    data: Data,
+    need: Configurations,
+    key: Callable[[RunConfig], Hashable],
+    bandwidth: str = EFFECTIVE,
+    of: str = "step_time_s",
 ) -> Iterator[tuple[RunConfig, float]]:
-    """Each configuration that is no baseline, and how many per cent faster it is than the one with the same ``key``."""
-    found = data.predict(need, bandwidth)
-    baseline = {key(config): one.step_time_s for config, one in found if config.technique.label == "baseline"}
-    for config, one in found:
+    """Each configuration that is no baseline, and how many per cent faster it is than the one with the same ``key``.
+
+    Args:
+        of: ``step_time_s`` once everything is compressed, or ``days`` of the whole training, its warm-up included.
+    """
+    found = [(config, float(getattr(one, of))) for config, one in data.predict(need, bandwidth)]
+    baseline = {key(config): time for config, time in found if config.technique.label == "baseline"}
+    for config, time in found:
         if config.technique.label != "baseline" and key(config) in baseline:
-            yield config, 100 * (baseline[key(config)] / one.step_time_s - 1)
+            yield config, 100 * (baseline[key(config)] / time - 1)
 
 
 def pretraining_days(data: Data) -> list[dict[str, Any]]:
@@ -78,7 +86,7 @@ def pretraining_days(data: Data) -> list[dict[str, Any]]:
     for bandwidth in (EFFECTIVE, LINE_RATE):
         gains: dict[tuple[str, ...], float] = {
             (config.model.name, config.technique.label): percent
-            for config, percent in faster(data, PRETRAINING, lambda config: config.model.name, bandwidth)
+            for config, percent in faster(data, PRETRAINING, lambda config: config.model.name, bandwidth, "days")
         }
         for config, one in data.predict(PRETRAINING, bandwidth):
             if bandwidth == LINE_RATE or has_effective(config):

@@ -28,7 +28,7 @@ def speedup(data: Data, claim: Claim) -> Verdict:
     gains = {
         bandwidth: {
             config.model.name: percent
-            for config, percent in predicted.faster(data, need, lambda config: config.model.name, bandwidth)
+            for config, percent in predicted.faster(data, need, lambda config: config.model.name, bandwidth, "days")
             if config.technique.label == technique and (technique != "cb_fe_sc" or config.model.name == "gpt_8_3b")
         }
         for bandwidth in (predicted.EFFECTIVE, predicted.LINE_RATE)

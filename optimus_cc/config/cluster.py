@@ -83,6 +83,8 @@ class CalibrationRecord:
     """What was measured, by whom, with which software."""
     fitted: tuple[str, ...]
     """Keys of this file that were fitted; all others are facts or were taken over."""
+    values: tuple[float, ...] = ()
+    """What they were fitted to, in the same order: a key that says something else was set by somebody."""
     error_percent: NonNegativeFloat | None = None
     """Mean absolute error on what was fitted."""
     held_out_error_percent: NonNegativeFloat | None = None

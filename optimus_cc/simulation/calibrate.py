@@ -22,6 +22,7 @@ from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.measured import Sample, parts
 from optimus_cc.simulation.plan import StepPlan, plan
 from optimus_cc.simulation.step import price
+from optimus_cc.simulation.trust import recorded
 
 _BITS = 8 / 1e9
 
@@ -185,8 +186,7 @@ def calibrate(
         else None,
         **measured_range(measured.samples),
     )
-    this: Any = fitted
-    return replace(result, cluster=replace(this, calibration=record))
+    return replace(result, cluster=recorded(fitted, record))
 
 
 def measured_range(samples: Sequence[Sample]) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ and what one rank sends in rings and in messages. Optimus-CC's own speed-ups are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig
@@ -16,6 +16,7 @@ from optimus_cc.config.run import RunConfig
 from optimus_cc.simulation.calibrate import Measurements, between_nodes, fit, measured_range
 from optimus_cc.simulation.measured import Sample
 from optimus_cc.simulation.predict import Prediction, predict
+from optimus_cc.simulation.trust import recorded
 
 SOURCE = "Optimus-CC, ASPLOS 2023, arXiv 2301.09830"
 _DAY_S = 86400.0
@@ -54,7 +55,7 @@ def calibrate_paper(configs: Mapping[tuple[str, str], RunConfig], cluster: Clust
     samples = [Sample(configs[one.model, one.technique], one.step_time_s) for one in FITTED]
     measured = Measurements.of(samples)
     parameters = between_nodes(cluster, "fp32")
-    fitted: Any = fit(measured, cluster, parameters)
+    fitted = fit(measured, cluster, parameters)
     ranges: dict[str, Any] = dict(measured_range(samples))
     record = CalibrationRecord(
         source=f"two baselines and one run without Optimus-CC of {SOURCE}; devices as fitted in a100_hdr800",
@@ -62,8 +63,7 @@ def calibrate_paper(configs: Mapping[tuple[str, str], RunConfig], cluster: Clust
         error_percent=round(measured.error_percent(fitted), 2),
         **ranges,
     )
-    result: ClusterConfig = replace(fitted, calibration=record)
-    return result
+    return recorded(fitted, record)
 
 
 def compare(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from optimus_cc.config.cluster import ClusterConfig
+from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig
 from optimus_cc.config.run import RunConfig
 from optimus_cc.stage_traffic import vocabulary_size
 
@@ -23,6 +25,24 @@ def fitted_values(cluster: ClusterConfig) -> dict[str, float]:
         if isinstance(node, (int, float)):
             values[key] = float(node)
     return values
+
+
+def recorded(cluster: ClusterConfig, record: CalibrationRecord) -> ClusterConfig:
+    """``cluster`` with its ``record``, in which the fitted numbers are then noted."""
+    this: Any = cluster
+    result: ClusterConfig = replace(this, calibration=record)
+    noted: Any = record
+    this = result
+    result = replace(this, calibration=replace(noted, values=tuple(fitted_values(result).values())))
+    return result
+
+
+def _set_since(cluster: ClusterConfig) -> list[str]:
+    """Numbers that were fitted, and of which the configuration says something else."""
+    record = cluster.calibration
+    fitted = dict(zip(record.fitted, record.values, strict=False)) if record else {}
+    now = fitted_values(cluster)
+    return [f"{key} {now[key]:g} (fitted: {value:g})" for key, value in fitted.items() if now.get(key, value) != value]
 
 
 def outside(config: RunConfig) -> list[str]:
@@ -45,7 +65,7 @@ def outside(config: RunConfig) -> list[str]:
     fitted = " ".join(record.fitted)
     if "matmul" in fitted and f"matmul_{training.precision}" not in fitted:
         found.append(f"precision {training.precision}")
-    return found
+    return found + _set_since(config.cluster)
 
 
 def is_calibrated(config: RunConfig) -> bool:
@@ -62,7 +82,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
             "devices are used as well as A100 were: a direction, not a number."
         )
     else:
-        values = ", ".join(f"{key} = {value:g}" for key, value in fitted_values(cluster).items())
+        fitted = dict(zip(record.fitted, record.values, strict=False)) or fitted_values(cluster)
+        values = ", ".join(f"{key} = {value:g}" for key, value in fitted.items())
         yield f"{cluster.name}: fitted {values}. Source: {record.source}."
         if record.held_out_error_percent is not None:
             yield (

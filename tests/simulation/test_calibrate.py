@@ -144,6 +144,21 @@ def test_what_was_not_measured_is_said_to_be_outside() -> None:
     )
 
 
+def test_a_number_that_somebody_has_set_is_no_fitted_one() -> None:
+    config = composed(f"model=gpt_8_3b technique=cb {PAPER} cluster.inter_node.ring_gbit_s=0.5")
+    (said,) = outside(config)
+    assert said == "inter_node.ring_gbit_s 0.5 (fitted: 4.172)"
+    assert not is_calibrated(config)
+
+
+def test_what_was_fitted_is_what_a_calibration_notes() -> None:
+    measured = fits.Measurements.of(made_up(fits.with_values(cluster(), {"inter_node.ring_gbit_s": 50.0})))
+    parameters = [fits.Parameter("inter_node.ring_gbit_s", 20.0, 1.0, 90.0)]
+    found = fits.calibrate(measured, cluster(), parameters, folds=2).cluster
+    assert found.calibration is not None
+    assert found.calibration.values == (found.inter_node.ring_gbit_s,)
+
+
 @needs_measurements
 def test_rings_inside_a_node_are_those_of_the_table() -> None:
     ring = fits.ring_inside(SHARED / "data" / "a100_nvlink_allreduce", cluster().intra_node)
