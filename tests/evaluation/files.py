@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optimus_cc.config.evaluation import TASKS
+from tests.shared import SHARED
 
-SHARED = Path(os.environ.get("OPTIMUS_CC_SHARED", Path(__file__).parents[2].parent / "shared")) / "data" / "zero_shot"
-"""Real items, 32 to 64 of each task; no part of the project."""
+REAL = SHARED / "data" / "zero_shot"
+"""Real items, 32 to 64 of each task."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def real_items() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip(f"there are no real items in {SHARED}; OPTIMUS_CC_SHARED=FOLDER says where they are")
-    return SHARED
+    if not REAL.is_dir():
+        pytest.skip(f"there are no real items in {REAL}; OPTIMUS_CC_SHARED=FOLDER says where they are")
+    return REAL
 
 
 def rows(task: str, number: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Whole:
 @pytest.fixture(scope="module")
 def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("agreement")
-    return Whole(ranks, folder, files.SHARED if files.SHARED.is_dir() else files.write(folder / "items", 8))
+    return Whole(ranks, folder, files.REAL if files.REAL.is_dir() else files.write(folder / "items", 8))
 
 
 @pytest.mark.megatron

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ from optimus_cc.config import RunConfig
 from optimus_cc.config.cluster import ClusterConfig, DeviceConfig, EfficiencyConfig, LinkConfig
 from tests.config.command_line import one
 from tests.configurations import tiny
+from tests.shared import SHARED
 
 NOTHING = EfficiencyConfig(kernel_us=0.0, collective_us=0.0, wait_us=0.0, message_us=0.0, step_ms=0.0)
 """No overheads."""
-SHARED = Path(os.environ.get("OPTIMUS_CC_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_measurements = pytest.mark.skipif(
     not (SHARED / "data").is_dir(), reason="measured step times are not here: set OPTIMUS_CC_SHARED to their folder"
 )

@@ -15,7 +15,8 @@ from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.measured import COLUMNS, Sample, configuration, parts, read
 from optimus_cc.simulation.step import price
 from optimus_cc.simulation.trust import is_calibrated, outside
-from tests.simulation.configurations import PAPER, SHARED, changed, composed, needs_measurements
+from tests.shared import SHARED
+from tests.simulation.configurations import PAPER, changed, composed, needs_measurements
 
 STEP_TIMES = SHARED / "data" / "a100_step_times"
 
