@@ -7,6 +7,7 @@ batch size and device are not: scores don't depend on them.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,10 +43,18 @@ def settings(config: RunConfig, kind: str) -> dict[str, Any]:
         local = chosen.data_dir
         data = "hub" if local is None else {task: fingerprint(items.path_of(local, task)) for task in chosen.tasks}
         tasks = list(chosen.tasks)
-        return {**common, "tasks": tasks, "num_fewshot": chosen.num_fewshot, "data": data}
+        return {**common, "tasks": tasks, "num_fewshot": chosen.num_fewshot, "data": data, "lm_eval": _harness()}
     own = chosen.documents is None
     documents: Any = cache_folder(config).name if own else fingerprint(str(chosen.documents))
     return {**common, "documents": documents, "text_key": None if own else chosen.text_key}
+
+
+def _harness() -> str | None:
+    """The version of lm-eval, whose prompts and metrics may change with it; None if it isn't there."""
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def path_of(folder: RunFolder, step: int, kind: str, chosen: Mapping[str, Any]) -> Path:

@@ -208,6 +208,12 @@ def test_other_data_is_another_setting(config: RunConfig, scripts: dict[str, Any
     assert found(config) == ["perplexity", "zero_shot", "zero_shot"]
 
 
+def test_another_lm_eval_is_another_setting(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = results.settings(config, "zero_shot")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
+    assert results.settings(config, "zero_shot") != before
+
+
 def test_what_is_there_is_measured_again_by_force_only(config: RunConfig, scripts: dict[str, Any]) -> None:
     save(config, 4)
     evaluate.evaluate(evaluating(config))
