@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from optimus_cc.config.cluster import ClusterConfig
+from optimus_cc.config.cluster import ClusterConfig, LinkConfig, as_file
 
 Result = Mapping[str, Any]
 
@@ -27,22 +26,22 @@ def cluster_file(result: Result, name: str, cluster: ClusterConfig, remarks: Seq
         cluster: how many nodes and ranks there are, and what is known of the links already.
         remarks: where the numbers come from; become comments.
     """
-    links: dict[str, dict[str, float | None]] = {}
+    links: dict[str, LinkConfig] = {}
     for kind, spans_nodes, known in (
         ("intra_node", False, cluster.intra_node),
         ("inter_node", True, cluster.inter_node),
     ):
         rings = _lines(result, "all_reduce", spans_nodes)
         pairs = _lines(result, "p2p", spans_nodes)
-        links[kind] = {
-            "line_rate_gbit_s": known.line_rate_gbit_s,
-            "ring_gbit_s": _rounded(rings[0]["line"]["gbit_s"]) if rings else None,
-            "p2p_gbit_s": _rounded(pairs[0]["line"]["gbit_s"]) if pairs else None,
-            "latency_us": _latency_us(pairs, rings),
-        }
-    body = {"name": name, "num_nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node, **links}
-    comments = [*remarks, *_links_table(result).splitlines()]
-    return "".join(f"# {line}".rstrip() + "\n" for line in comments) + str(yaml.safe_dump(body, sort_keys=False))
+        links[kind] = LinkConfig(
+            line_rate_gbit_s=known.line_rate_gbit_s,
+            ring_gbit_s=_rounded(rings[0]["line"]["gbit_s"]) if rings else None,
+            p2p_gbit_s=_rounded(pairs[0]["line"]["gbit_s"]) if pairs else None,
+            latency_us=_latency_us(pairs, rings),
+        )
+    this: Any = cluster
+    measured: ClusterConfig = replace(this, **links, calibration=None)
+    return as_file(measured, name, [*remarks, *_links_table(result).splitlines()])
 
 
 def _lines(result: Result, operation: str, spans_nodes: bool) -> list[Mapping[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import Field
+import yaml
+from pydantic import Field, TypeAdapter
 
 from optimus_cc.config.schema import Name, NonNegativeFloat, PositiveFloat, PositiveInt, strict
 
@@ -117,3 +120,15 @@ class ClusterConfig:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+
+def as_file(cluster: ClusterConfig, name: str, remarks: Sequence[str]) -> str:
+    """A file for the ``cluster`` group that says all of ``cluster``, under another name.
+
+    Args:
+        remarks: where the numbers come from; become comments.
+    """
+    this: Any = cluster
+    body = TypeAdapter(ClusterConfig).dump_python(replace(this, name=name), mode="json")
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in remarks)
+    return comments + str(yaml.safe_dump(body, sort_keys=False, width=118))

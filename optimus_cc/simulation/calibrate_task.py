@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import TypeAdapter
-
-from optimus_cc.config.cluster import ClusterConfig
+from optimus_cc.config.cluster import as_file
 from optimus_cc.config.run import RunConfig
 from optimus_cc.simulation import calibrate as fits
 from optimus_cc.simulation.measured import read
 from optimus_cc.simulation.report import can_be_written
 from optimus_cc.simulation.trust import fitted_values
 
-_CLUSTER: TypeAdapter[ClusterConfig] = TypeAdapter(ClusterConfig)
+_REMARK = "Written by task=calibrate: what was fitted, and to what, stands under calibration."
 
 
 def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
     if simulation.cluster_file is not None:
         path = Path(simulation.cluster_file)
         with can_be_written("simulation.cluster_file", simulation.cluster_file):
-            path.write_text(cluster_file(cluster, path.stem), encoding="utf-8")
+            path.write_text(as_file(cluster, path.stem, [_REMARK]), encoding="utf-8")
         print(f"\ncluster    {path}")
     return result
 
@@ -95,11 +91,3 @@ def table(found: fits.Calibration) -> str:
         bounds = f"{parameter.low:g} to {parameter.high:g}"
         lines.append(f"  {parameter.key} = {value:g}  (allowed: {bounds}{'; at its bound' if edge else ''})")
     return "\n".join(lines)
-
-
-def cluster_file(cluster: ClusterConfig, name: str, remarks: Sequence[str] = ()) -> str:
-    """A file for the ``cluster`` group that says all of ``cluster``."""
-    this: Any = cluster
-    body = _CLUSTER.dump_python(replace(this, name=name), mode="json")
-    comments = remarks or ("Written by task=calibrate: what was fitted, and to what, stands under calibration.",)
-    return "".join(f"# {line}\n" for line in comments) + str(yaml.safe_dump(body, sort_keys=False, width=118))
