@@ -8,11 +8,21 @@ from typing import Any
 import pandas as pd
 
 from analysis import statistics
-from paper_figures.data import Data
+from paper_figures.data import Data, Selection
 from paper_figures.figures import error_independence, memory, stage_fraction_rank
 from paper_figures.item import Missing, Query
 from paper_figures.tables import fe_volume, zero_shot
-from paper_figures.verdicts import DIVERGED, Verdict, Word, judge, judged_unchanged, judged_worse, measured, worse
+from paper_figures.verdicts import (
+    DIVERGED,
+    Verdict,
+    Word,
+    compared,
+    judge,
+    judged_unchanged,
+    judged_worse,
+    measured,
+    noted,
+)
 
 Claim = Mapping[str, Any]
 STUDY = "laptop/reproduce"
@@ -20,35 +30,27 @@ STUDY = "laptop/reproduce"
 
 @judge("cb_fe_perplexity")
 def unchanged(data: Data, claim: Claim) -> Verdict:
-    selection = data.select(Query(STUDY, ("baseline", "cb_fe")))
-    if gone := selection.only_diverged("cb_fe", "baseline"):
-        return measured(selection, "not reproduced", DIVERGED, gone, ("baseline", "cb_fe"))
-    comparison = selection.compare("cb_fe", "validation_token_perplexity")
-    if comparison is None:
-        raise Missing("runs of baseline and cb_fe with the same seed", selection.query.command)
-    return measured(selection, *judged_unchanged(comparison), ("baseline", "cb_fe"))
+    query = Query(STUDY, ("baseline", "cb_fe"))
+    return compared(data, query, "cb_fe", "not reproduced", lambda _, comparison: judged_unchanged(comparison))
 
 
 @judge("cb_fe_sc_perplexity")
 def slightly_worse(data: Data, claim: Claim) -> Verdict:
     """Worse, and by no more than the paper's per cent, as far as the interval tells."""
-    selection = data.select(Query(STUDY, ("baseline", "cb_fe_sc")))
-    if gone := selection.only_diverged("cb_fe_sc", "baseline"):
-        return measured(selection, "not reproduced", DIVERGED, gone, ("baseline", "cb_fe_sc"))
-    comparison = selection.compare("cb_fe_sc", "validation_token_perplexity")
-    if comparison is None:
-        raise Missing("runs of baseline and cb_fe_sc with the same seed", selection.query.command)
-    word, why, evidence = judged_worse(comparison)
-    high = comparison.difference.high
-    if word == "reproduced" and high is not None and 100 * high / comparison.baseline > 2 * claim["percent"]:
-        word = "not reproduced"
-        why = f"Worse, but the interval reaches beyond twice the paper's {claim['percent']} %."
-    return measured(selection, word, why, evidence, ("baseline", "cb_fe_sc"))
+
+    def judged(_: Selection, comparison: statistics.Comparison) -> tuple[Word, str, str]:
+        word, why, evidence = judged_worse(comparison)
+        high = comparison.difference.high
+        if word == "reproduced" and high is not None and 100 * high / comparison.baseline > 2 * claim["percent"]:
+            word = "not reproduced"
+            why = f"Worse, but the interval reaches beyond twice the paper's {claim['percent']} %."
+        return word, why, evidence
+
+    return compared(data, Query(STUDY, ("baseline", "cb_fe_sc")), "cb_fe_sc", "not reproduced", judged)
 
 
 _WORSE = {
     "motivation_quality": ("naive_dp", "baseline"),
-    "forward_diverges": ("cb_forward", "baseline"),
     "lazy_error_helps": ("cb_no_lazy_error", "cb"),
     "epilogue_helps": ("cb_no_epilogue", "cb"),
     "topk_worse": ("cb_topk", "cb"),
@@ -58,13 +60,20 @@ _WORSE = {
 @judge(*_WORSE)
 def one_worse_than_another(data: Data, claim: Claim) -> Verdict:
     technique, against = _WORSE[claim["id"]]
-    recipe = "laptop/forward" if technique == "cb_forward" else STUDY
-    if technique == "cb_forward" and not (data.runs["technique"] == technique).any():
-        raise Missing(
-            "runs that compress activations forward",
-            "python run.py -m +ablation=baseline,cb_forward parallel=pp4_dp2 training.seed=1234,1,2",
-        )
-    return worse(data, technique, against, recipe, diverges=technique == "cb_forward")
+    query = Query(STUDY, (against, technique), baseline=against)
+    return compared(data, query, technique, "reproduced", lambda _, comparison: judged_worse(comparison))
+
+
+@judge("forward_diverges")
+def forward(data: Data, claim: Claim) -> Verdict:
+    """The study leaves it out: every such run of the paper's was lost."""
+
+    def judged(selection: Selection, comparison: statistics.Comparison) -> tuple[Word, str, str]:
+        note = "" if selection.diverged("cb_forward") else " No run diverged at this size."
+        return judged_worse(comparison, note)
+
+    query = Query(STUDY, ("baseline",), extra=("cb_forward",))
+    return compared(data, query, "cb_forward", "reproduced", judged)
 
 
 @judge("naive_cb_worst")
@@ -159,18 +168,12 @@ def memory_share(data: Data, claim: Claim) -> Verdict:
     percent = claim["percent"]
     low, high = percent if isinstance(percent, list) else (0.0, 2 * percent)
     evidence = f"{shares.min():.2f} to {shares.max():.2f} % over the stages of CB"
-    runs = tuple(sorted(data.used[data.item]))
-    models = set(data.runs.loc[data.runs["run"].isin(runs), "model"])
+    models = set(data.runs.loc[data.runs["run"].isin(data.used[data.item]), "model"])
     if not models <= set(data.paper["models"]):
         why = "The share depends on the model's size, and no model of the paper was run with the probe."
-        return Verdict("not tested here", why, evidence, _scale(data), runs)
+        return noted(data, "not tested here", why, evidence)
     word: Word = "reproduced" if low <= shares.max() <= high else "not reproduced"
-    return Verdict(word, f"Against {low:g} to {high:g} % at the stage where it is most.", evidence, _scale(data), runs)
-
-
-def _scale(data: Data) -> str:
-    """What the selection of the claim's runs has noted."""
-    return data.notes[data.item][0].removeprefix("Measured: ").removesuffix(".")
+    return noted(data, word, f"Against {low:g} to {high:g} % at the stage where it is most.", evidence)
 
 
 @judge("error_independence")
@@ -182,14 +185,7 @@ def independence(data: Data, claim: Claim) -> Verdict:
     largest = max(map(abs, cosines))
     word: Word = "reproduced" if largest < 0.1 else "not reproduced"
     evidence = f"Mean cosine similarity {overall.value:+.4f}; largest of any probed step {largest:.4f}"
-    scale = _scale(data)
-    return Verdict(
-        word,
-        "Near zero is taken as below 0.1 at every probed step.",
-        evidence,
-        scale,
-        tuple(sorted(data.used[data.item])),
-    )
+    return noted(data, word, "Near zero is taken as below 0.1 at every probed step.", evidence)
 
 
 @judge("stage_beats_rank")
@@ -213,15 +209,9 @@ def stage_or_rank(data: Data, claim: Claim) -> Verdict:
     evidence = (
         f"At equal volume the rank's perplexity is {gap:+.2f} against the fraction's; intervals are ± {noise:.2f}"
     )
-    runs = tuple(sorted(data.used[data.item]))
-    scale = _scale(data)
     if not noise or abs(gap) <= noise:
-        return Verdict(
-            "not tested here", "Inconclusive: the gap is within the seeds' intervals.", evidence, scale, runs
-        )
-    return Verdict(
-        "reproduced" if gap > 0 else "not reproduced", "By mean perplexity at equal volume.", evidence, scale, runs
-    )
+        return noted(data, "not tested here", "Inconclusive: the gap is within the seeds' intervals.", evidence)
+    return noted(data, "reproduced" if gap > 0 else "not reproduced", "By mean perplexity at equal volume.", evidence)
 
 
 @judge("zero_shot")
@@ -234,10 +224,4 @@ def zero_shot_accuracy(data: Data, claim: Claim) -> Verdict:
     change = (wide["cb_fe"] - wide["baseline"]).mean()
     evidence = f"Mean change of accuracy over {tasks} tasks with CB+FE: {change:+.2f} points"
     why = "Models of this size score near chance, so that unchanged accuracy says nothing."
-    return Verdict(
-        "not tested here",
-        why,
-        evidence,
-        _scale(data),
-        tuple(sorted(data.used[data.item])),
-    )
+    return noted(data, "not tested here", why, evidence)

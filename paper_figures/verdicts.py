@@ -69,16 +69,33 @@ def measured(selection: Selection, word: Word, why: str, evidence: str, techniqu
     return Verdict(word, why, evidence, selection.scale, tuple(runs["run"]))
 
 
-def worse(data: Data, technique: str, against: str, recipe: str, *, diverges: bool = False) -> Verdict:
-    """Whether one technique's perplexity is higher than another one's: a paired t test over seeds."""
-    selection = data.select(Query(recipe, (against, technique), baseline=against))
-    if gone := selection.only_diverged(technique, against):
-        return measured(selection, "reproduced", DIVERGED, gone, (against, technique))
+def compared(
+    data: Data,
+    query: Query,
+    technique: str,
+    if_diverged: Word,
+    judged: Callable[[Selection, statistics.Comparison], tuple[Word, str, str]],
+) -> Verdict:
+    """By the perplexity of one technique against that of the query's baseline, over the seeds that both have.
+
+    Args:
+        if_diverged: the word if it diverged where the baseline did not.
+        judged: word, why and evidence otherwise.
+    """
+    selection, pair = data.select(query), (query.baseline, technique)
+    if gone := selection.only_diverged(technique, query.baseline):
+        return measured(selection, if_diverged, DIVERGED, gone, pair)
     comparison = selection.compare(technique, "validation_token_perplexity")
     if comparison is None:
-        raise Missing(f"runs of {against} and {technique} with the same seed", selection.query.command)
-    note = " No run diverged at this size." if diverges and not selection.diverged(technique) else ""
-    return measured(selection, *judged_worse(comparison, note), (against, technique))
+        command = query.extra_command if technique in query.extra else query.command
+        raise Missing(f"runs of {query.baseline} and {technique} with the same seed", command)
+    return measured(selection, *judged(selection, comparison), pair)
+
+
+def noted(data: Data, word: Word, why: str, evidence: str) -> Verdict:
+    """With the runs and the scale that the claim's own selection has noted."""
+    scale = data.notes[data.item][0].removeprefix("Measured: ").removesuffix(".")
+    return Verdict(word, why, evidence, scale, tuple(sorted(data.used[data.item])))
 
 
 def judged_worse(comparison: statistics.Comparison, note: str = "") -> tuple[Word, str, str]:
