@@ -25,13 +25,15 @@ def _evaluate(path: Path, report: Report) -> int:
     backends.choose_device(config)
 
     from optimus_cc.evaluation import measure, results, trained
-    from optimus_cc.evaluation.model import for_evaluation, load_model, load_tokenizer
+    from optimus_cc.evaluation.model import for_evaluation, load_model
     from optimus_cc.evaluation.scoring import Scorer
     from optimus_cc.evaluation.service import Service
+    from optimus_cc.training.corpus import cache_folder
+    from optimus_cc.training.tokenizer import Tokenizer
 
     evaluated = for_evaluation(config)
     backend = backends.start(evaluated)
-    tokenizer = load_tokenizer(config)
+    tokenizer = Tokenizer.load(cache_folder(config))
     found = trained.chosen(config)
     told = 0.0
 

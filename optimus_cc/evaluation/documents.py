@@ -17,6 +17,7 @@ from optimus_cc.evaluation.windows import Part
 from optimus_cc.training import corpus
 from optimus_cc.training.documents import read_json_lines
 from optimus_cc.training.errors import DataError
+from optimus_cc.training.history import perplexity
 from optimus_cc.training.tokenizer import Tokenizer
 
 BLOCK = 1024
@@ -54,7 +55,7 @@ class Perplexity:
     def metrics(self) -> dict[str, float]:
         """Perplexities per unit, bits per byte, and the mean loss per token in nats."""
         units = {"token": self.tokens, "word": self.words, "byte": self.text_bytes}
-        perplexities = {f"{unit}_perplexity": _exp(-self.log_likelihood / count) for unit, count in units.items()}
+        perplexities = {f"{unit}_perplexity": perplexity(-self.log_likelihood / count) for unit, count in units.items()}
         return {
             **perplexities,
             "bits_per_byte": -self.log_likelihood / self.text_bytes / math.log(2),
@@ -130,7 +131,3 @@ def _of_corpus(folder: Path, tokenizer: Tokenizer) -> Iterator[Document]:
             tokens = [int(token) for token in dataset[index][:-1]]
             if tokens and (text := tokenizer.decode(tokens)).strip():
                 yield Document(text, tokens)
-
-
-def _exp(value: float) -> float:
-    return math.inf if value > 700 else math.exp(value)

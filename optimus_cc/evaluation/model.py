@@ -1,4 +1,4 @@
-"""What a rank of an evaluation needs of a run: its model with the weights of a checkpoint, and its tokenizer."""
+"""What a rank of an evaluation needs of a run: its model with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,26 +11,9 @@ import torch
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
 from optimus_cc.config.parallel import ParallelConfig
-from optimus_cc.config.tokenizer import BpeTokenizerConfig, Gpt2TokenizerConfig
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.checkpoint import Checkpoints
-from optimus_cc.training.corpus import cache_folder
 from optimus_cc.training.model import build_chunks, transformer_config
-from optimus_cc.training.tokenizer import Tokenizer
-
-
-def load_tokenizer(config: RunConfig) -> Tokenizer:
-    """The run's tokenizer, from where it lies; one that was trained lies with the prepared corpus.
-
-    Raises:
-        DataError: it isn't there.
-    """
-    settings = config.tokenizer
-    if isinstance(settings, BpeTokenizerConfig):
-        return Tokenizer.load(cache_folder(config))
-    if isinstance(settings, Gpt2TokenizerConfig):
-        return Tokenizer.from_gpt2_files(settings.vocab_file, settings.merges_file)
-    return Tokenizer.load(settings.path)
 
 
 def layout_of(parallel: ParallelConfig) -> ParallelConfig:
@@ -38,13 +21,11 @@ def layout_of(parallel: ParallelConfig) -> ParallelConfig:
 
     What is left out changes how messages travel and where optimizer states lie, and none of the sizes.
     """
-    layout: Any = ParallelConfig(
+    return ParallelConfig(
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
     )
-    evaluated: ParallelConfig = layout
-    return evaluated
 
 
 def for_evaluation(config: RunConfig) -> RunConfig:

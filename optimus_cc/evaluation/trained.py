@@ -23,7 +23,7 @@ def chosen(config: RunConfig) -> Checkpoint:
     Raises:
         RunFailed: it is gone or damaged, or was made with other text than lies where the run's configuration says.
     """
-    folder = run_folder(config).path / "checkpoints"
+    folder = run_folder(config).checkpoints
     if config.checkpoint is None:
         found = checkpoints.newest(folder)
     else:
