@@ -25,6 +25,7 @@ from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.config.evaluation import TASKS
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.run import TaskConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.evaluation import items, results, trained
 from optimus_cc.process import log_path
 from optimus_cc.runs import RunFailed, RunFolder
@@ -123,12 +124,8 @@ def is_due(config: RunConfig, folder: RunFolder) -> bool:
 
 def of_training(config: RunConfig, folder: RunFolder) -> RunConfig:
     """The configuration of the evaluation that belongs to a training."""
-    this: Any = config
-    task: Any = TaskConfig(name="evaluate")
-    changed: RunConfig = replace(
-        this, task=task, run=str(folder.path.absolute()), runs_dir=str(folder.path.parent.absolute()), force=False
-    )
-    return changed
+    path = folder.path.absolute()
+    return changed(config, task=TaskConfig(name="evaluate"), run=str(path), runs_dir=str(path.parent), force=False)
 
 
 def check(config: RunConfig) -> None:
@@ -205,8 +202,7 @@ def _evaluate(
     if not missing:
         progress.print(f"evaluate   {run.run_id}, step {found.step}: measured already; force=true measures it again")
     else:
-        this: Any = config
-        fixed: RunConfig = replace(this, checkpoint=found.step)
+        fixed = changed(config, checkpoint=found.step)
         _measure(fixed, run, found, missing, stop, start, ranks_here, progress)
     there = results.there(run, checkpoint, config)
     for result in there:

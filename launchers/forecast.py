@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from launchers.progress import number
 from optimus_cc import disk_budget
 from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.records import from_json, to_json
 from optimus_cc.runs import RunFolder, Status
 from optimus_cc.simulation import predict, trust
@@ -190,12 +191,11 @@ def _predicted(planned: Planned, device: str, measured: _Measured) -> StepTime |
     config = planned.config
     if device != "cuda" or not trust.is_calibrated(config):
         return None
-    training: Any = config.training
     parts = (
         config.model,
         config.parallel,
         config.technique,
-        replace(training, seed=0),
+        changed(config.training, seed=0),
         config.cluster,
         config.tokenizer,
     )

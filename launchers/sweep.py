@@ -13,9 +13,8 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launchers import evaluate
 from launchers.forecast import dry_run
@@ -28,6 +27,7 @@ from launchers.supervise import Guard, Stop, last_lines, num_cores
 from optimus_cc import process, provenance
 from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, Problem, RunConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.runs import FAILURES, RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
 
 POLL_S = 0.1
@@ -171,10 +171,7 @@ class _Machine:
         if self.parallel == 1 or device != "cpu" or config.launcher.threads_per_rank is not None:
             return config
         threads = max(1, num_cores() // (self.parallel * config.parallel.world_size))
-        this: Any = config
-        launcher: Any = config.launcher
-        shared: RunConfig = replace(this, launcher=replace(launcher, threads_per_rank=threads))
-        return shared
+        return changed(config, launcher=changed(config.launcher, threads_per_rank=threads))
 
 
 @dataclass

@@ -6,9 +6,8 @@ import hashlib
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launchers import evaluate
 from launchers.forecast import dry_run
@@ -24,6 +23,7 @@ from optimus_cc import provenance
 from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.records import replace_file
 from optimus_cc.runs import RunBusy, RunFailed
 
@@ -106,10 +106,7 @@ def _with_device(config: RunConfig) -> RunConfig:
     """The machine that submits says nothing about the nodes: they have GPUs unless they are said not to."""
     if config.training.device != "auto":
         return config
-    this: Any = config
-    training: Any = config.training
-    decided: RunConfig = replace(this, training=replace(training, device="cuda"))
-    return decided
+    return changed(config, training=changed(config.training, device="cuda"))
 
 
 def _in_queue(planned: Sequence[Planned]) -> dict[Path, str]:

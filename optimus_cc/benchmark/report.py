@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from optimus_cc.config.cluster import ClusterConfig, LinkConfig, as_file
+from optimus_cc.config.schema import changed
 
 Result = Mapping[str, Any]
 
@@ -39,8 +39,7 @@ def cluster_file(result: Result, name: str, cluster: ClusterConfig, remarks: Seq
             p2p_gbit_s=_rounded(pairs[0]["line"]["gbit_s"]) if pairs else None,
             latency_us=_latency_us(pairs, rings),
         )
-    this: Any = cluster
-    measured: ClusterConfig = replace(this, **links, calibration=None)
+    measured = changed(cluster, **links, calibration=None)
     return as_file(measured, name, [*remarks, *_links_table(result).splitlines()])
 
 

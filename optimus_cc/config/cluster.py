@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 from pydantic import Field, TypeAdapter
 
-from optimus_cc.config.schema import Name, NonNegativeFloat, PositiveFloat, PositiveInt, strict
+from optimus_cc.config.schema import Name, NonNegativeFloat, PositiveFloat, PositiveInt, changed, strict
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -128,7 +127,6 @@ def as_file(cluster: ClusterConfig, name: str, remarks: Sequence[str]) -> str:
     Args:
         remarks: where the numbers come from; become comments.
     """
-    this: Any = cluster
-    body = TypeAdapter(ClusterConfig).dump_python(replace(this, name=name), mode="json")
+    body = TypeAdapter(ClusterConfig).dump_python(changed(cluster, name=name), mode="json")
     comments = "".join(f"# {line}".rstrip() + "\n" for line in remarks)
     return comments + str(yaml.safe_dump(body, sort_keys=False, width=118))

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -25,7 +24,7 @@ from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.resume import resume_problems, resumed_from
-from optimus_cc.config.schema import Name, NonNegativeInt, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, changed, strict
 from optimus_cc.config.simulation import SimulationConfig
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
@@ -117,9 +116,7 @@ class RunConfig:
 
     def with_technique(self, technique: TechniqueConfig) -> RunConfig:
         """The same with another technique, and nothing to measure."""
-        this: Any = self
-        changed: RunConfig = replace(this, technique=technique, benchmark=NoBenchmarkConfig())
-        return changed
+        return changed(self, technique=technique, benchmark=NoBenchmarkConfig())
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain nested dict, JSON-compatible; :func:`load` reads it back."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar, cast, dataclass_transform
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -14,6 +15,12 @@ T = TypeVar("T")
 def strict(cls: type[T]) -> type[T]:
     """Decorator for every configuration dataclass."""
     return cast(type[T], dataclass(kw_only=True, frozen=True, config=ConfigDict(extra="forbid", strict=True))(cls))
+
+
+def changed(node: T, **values: Any) -> T:
+    """A configuration with other values for some of its fields, checked as when it was made."""
+    this: Any = node  # type checkers don't see that it is a dataclass
+    return cast(T, replace(this, **values))
 
 
 PositiveInt = Annotated[int, Field(ge=1)]

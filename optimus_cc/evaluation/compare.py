@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from optimus_cc import checkpoints
 from optimus_cc.config import RunConfig
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.evaluation import tasks
 from optimus_cc.runs import RunFolder
 
@@ -125,10 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     from optimus_cc.training.tokenizer import Tokenizer
 
     folder = RunFolder(options.run)
-    settings: Any = EvaluationConfig(data_dir=options.data_dir, limit=options.limit, batch_size=options.batch_size)
-    layout: Any = ParallelConfig()
-    this: Any = folder.run_config()
-    config: RunConfig = replace(this, evaluation=settings, parallel=layout)
+    settings = EvaluationConfig(data_dir=options.data_dir, limit=options.limit, batch_size=options.batch_size)
+    config = changed(folder.run_config(), evaluation=settings, parallel=ParallelConfig())
     found = checkpoints.newest(folder.checkpoints)
     if found is None:
         print(f"error: {folder.path} has no complete checkpoint", file=sys.stderr)

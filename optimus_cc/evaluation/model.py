@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
 from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.training.backend import Backend
 from optimus_cc.training.checkpoint import Checkpoints
 from optimus_cc.training.model import build_chunks, transformer_config
@@ -30,11 +29,7 @@ def layout_of(parallel: ParallelConfig) -> ParallelConfig:
 
 def for_evaluation(config: RunConfig) -> RunConfig:
     """The same model and layout with nothing that only training needs."""
-    this: Any = config
-    changed: RunConfig = replace(
-        this, parallel=layout_of(config.parallel), training=replace(this.training, recompute="none")
-    )
-    return changed
+    return changed(config, parallel=layout_of(config.parallel), training=changed(config.training, recompute="none"))
 
 
 def load_model(

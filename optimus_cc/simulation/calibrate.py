@@ -18,6 +18,7 @@ import numpy as np
 
 from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig, LinkConfig
 from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.config.schema import changed
 from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.measured import Sample, parts
 from optimus_cc.simulation.plan import StepPlan, plan
@@ -234,13 +235,11 @@ def ring_inside(folder: str | Path, link: LinkConfig) -> LinkConfig:
     scale = np.abs(matrix).max(axis=0)
     (_, latency_s, per_byte), _ = nnls(matrix / scale, np.ones(len(rows)))
     latency_s, per_byte = latency_s / scale[1], per_byte / scale[2]
-    changed: Any = link
-    fitted: LinkConfig = replace(
-        changed,
+    return changed(
+        link,
         ring_gbit_s=float(f"{_BITS / per_byte:.4g}") if per_byte else None,
         latency_us=float(f"{latency_s * 1e6:.4g}"),
     )
-    return fitted
 
 
 def spans_nodes(samples: Sequence[Sample], cluster: ClusterConfig) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from optimus_cc.config.cluster import as_file
 from optimus_cc.config.run import RunConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.simulation import calibrate as fits
 from optimus_cc.simulation.measured import read
 from optimus_cc.simulation.report import can_be_written
@@ -27,10 +27,9 @@ def calibrate_cluster(config: RunConfig) -> dict[str, Any]:
     """
     simulation, cluster = config.simulation, config.cluster
     assert simulation.measured is not None
-    this: Any = cluster
     if simulation.collectives is not None:
         ring = fits.ring_inside(simulation.collectives, cluster.intra_node)
-        cluster = replace(this, intra_node=ring)
+        cluster = changed(cluster, intra_node=ring)
         print(
             f"rings inside a node, from {simulation.collectives}: {ring.ring_gbit_s:g} Gbit/s, {ring.latency_us:g} us "
             "a message"

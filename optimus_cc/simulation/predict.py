@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from optimus_cc import stage_traffic
 from optimus_cc.config.errors import ConfigError
 from optimus_cc.config.run import RunConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.config.technique import SelectiveStageCompressionConfig, TechniqueConfig
 from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.memory import Memory, memory, problem
@@ -99,8 +100,7 @@ def predict_plan(step_plan: StepPlan, *, bandwidth: str | None = None) -> tuple[
     training, model, sc = config.training, config.model, config.technique.sc
     warmup_s = time.total_s
     if sc.enabled and sc.warmup_steps:
-        off: Any = config.technique
-        dense = config.with_technique(replace(off, sc=SelectiveStageCompressionConfig()))
+        dense = config.with_technique(changed(config.technique, sc=SelectiveStageCompressionConfig()))
         warmup_s = price(plan(dense), hardware(config.cluster, training.precision, bandwidth)).total_s
     in_warmup = min(sc.warmup_steps, training.steps) if sc.enabled else 0
     tokens = training.global_batch_size * model.sequence_length
@@ -122,9 +122,7 @@ def predict_plan(step_plan: StepPlan, *, bandwidth: str | None = None) -> tuple[
 
 def baseline_of(config: RunConfig) -> RunConfig:
     """The same run with nothing compressed or fused."""
-    this: Any = config
-    baseline: RunConfig = replace(this, technique=TechniqueConfig(), ablation=None)
-    return baseline
+    return changed(config, technique=TechniqueConfig(), ablation=None)
 
 
 def speedup_percent(baseline: Prediction, other: Prediction) -> float:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig
 from optimus_cc.config.run import RunConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.stage_traffic import vocabulary_size
 
 _SMALL_VOCABULARY = 32_000
@@ -29,12 +28,8 @@ def fitted_values(cluster: ClusterConfig) -> dict[str, float]:
 
 def recorded(cluster: ClusterConfig, record: CalibrationRecord) -> ClusterConfig:
     """``cluster`` with its ``record``, in which the fitted numbers are then noted."""
-    this: Any = cluster
-    result: ClusterConfig = replace(this, calibration=record)
-    noted: Any = record
-    this = result
-    result = replace(this, calibration=replace(noted, values=tuple(fitted_values(result).values())))
-    return result
+    values = tuple(fitted_values(changed(cluster, calibration=record)).values())
+    return changed(cluster, calibration=changed(record, values=values))
 
 
 def _set_since(cluster: ClusterConfig) -> list[str]:
