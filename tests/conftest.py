@@ -6,7 +6,10 @@ from collections import Counter
 
 import pytest
 
+from optimus_cc.process import let_threads_sleep
 from tests.ranks import RankPool
+
+let_threads_sleep()  # nothing has loaded torch yet
 
 
 @pytest.fixture(scope="session")

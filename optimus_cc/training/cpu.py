@@ -44,7 +44,7 @@ def enable() -> None:
     global _enabled
     if _enabled:
         return
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # asking for devices would start the driver, which no forked process can use
         raise RuntimeError("CUDA is already in use in this process: the CPU mode can't be switched on beside it")
     for name in _CUDA_ONLY:
         # Megatron-core takes their kernels wherever they can be imported.
