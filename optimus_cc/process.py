@@ -41,6 +41,7 @@ EXIT_PREEMPTED = 75
 """How a rank ends that was asked to stop at the next step boundary (EX_TEMPFAIL: try again later)."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _COMMUNICATION_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _COMMUNICATION_WORDS = (
     "gloo/",
@@ -60,6 +61,7 @@ def run_rank(body: Callable[[Report], int]) -> int:
     """What a rank does from its first line on: ``body``, whose exit code this returns, under its supervisor's eyes."""
     let_threads_sleep()
     die_with_parent()
+    _take_name(f"rank {os.environ.get('RANK', '0')}")
     install_stack_dump()
     # Megatron-core warns at import about every optional package that is not there.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -100,6 +102,12 @@ def let_threads_sleep() -> None:
     """:data:`SLEEPING_THREADS` for this process, unless the user has said otherwise. Before torch is imported."""
     for name, value in SLEEPING_THREADS.items():
         os.environ.setdefault(name, value)
+
+
+def _take_name(name: str) -> None:
+    """What top and ``ps -e`` show; Linux only. Command lines tell less: forked ranks have their parent's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def install_stack_dump() -> None:

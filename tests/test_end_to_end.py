@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from optimus_cc import process
 from optimus_cc.runs import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +66,7 @@ def only_run(workplace: Path, seed: int) -> RunFolder:
 @pytest.fixture(scope="session")
 def finished(workplace: Path) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
     """One run to the end; the tests below read what it left."""
-    result = run(workplace, "training.seed=1", "tracking=wandb")
+    result = run(workplace, "training.seed=1", "tracking=wandb", "launcher.threads_per_rank=2")
     assert result.returncode == 0, result.stdout + result.stderr
     return result, only_run(workplace, 1)
 
@@ -126,12 +129,31 @@ def test_finished_run_is_not_run_again(
 def test_rerun_gives_the_same_numbers(
     workplace: Path, finished: tuple[subprocess.CompletedProcess[str], RunFolder]
 ) -> None:
+    """To the bit, with two threads to a rank; also when each rank is executed, and not forked from a common parent."""
     _, folder = finished
-    first = [(record["step"], record["loss"]) for record in folder.metrics()]
-    other = run(workplace, "training.seed=1", f"runs_dir={workplace / 'elsewhere'}")
+    executed = "import sys, run, launchers.supervise as s; s.can_fork = lambda command: False; sys.exit(run.main())"
+    arguments = command(workplace, "training.seed=1", f"runs_dir={workplace / 'elsewhere'}")[2:]
+    other = subprocess.run(
+        [sys.executable, "-c", executed, *arguments, "launcher.threads_per_rank=2"],
+        cwd=workplace,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert other.returncode == 0, other.stderr
     (path,) = (workplace / "elsewhere").glob("*-s1-*")
-    assert [(record["step"], record["loss"]) for record in RunFolder(path).metrics()] == first
+
+    def computed(of: RunFolder) -> tuple[list[tuple[int, float]], list[str]]:
+        # PyTorch's files of tensors; the others hold times, too.
+        files = sorted(of.checkpoints.glob("*/*.distcp"))
+        assert len(files) >= 2
+        return (
+            [(record["step"], record["loss"]) for record in of.metrics()],
+            [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        )
+
+    assert computed(RunFolder(path)) == computed(folder)
 
 
 def test_loss_that_is_not_a_number_stops_the_run_and_says_so(workplace: Path) -> None:
@@ -153,21 +175,13 @@ def test_loss_that_is_not_a_number_stops_the_run_and_says_so(workplace: Path) ->
 
 
 def rank_processes(folder: RunFolder) -> dict[int, int]:
-    """Process id of each living rank of a run, by rank."""
+    """Process id of each living rank of a run, by rank: executed or forked, it writes to its log."""
+    logs = {str(process.log_path(folder.logs.resolve(), rank)): rank for rank in range(8)}
     found = {}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            variables = dict(
-                line.split(b"=", 1) for line in (entry / "environ").read_bytes().split(b"\0") if b"=" in line
-            )
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, ValueError):
-            continue
-        if b"optimus_cc.training" in arguments and str(folder.path).encode() in arguments and state != "Z":
-            found[int(variables[b"RANK"])] = int(entry.name)
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
+            if entry.name.isdigit() and (rank := logs.get(os.readlink(entry / "fd" / "1"))) is not None:
+                found[rank] = int(entry.name)
     return found
 
 

@@ -36,6 +36,11 @@ def rank_command(script: str) -> list[str]:
     return [sys.executable, "-S", "-c", _PRELUDE + textwrap.dedent(script)]
 
 
+def module_command(script: str) -> list[str]:
+    """The same as a module, which can be forked, too."""
+    return [sys.executable, "-m", "tests.launchers.scripted", _PRELUDE + textwrap.dedent(script)]
+
+
 def marked_environment() -> dict[str, str]:
     """Environment for ranks; everything they start inherits its mark."""
     return {"PYTHONPATH": str(ROOT), "TEST_MARK": uuid.uuid4().hex}

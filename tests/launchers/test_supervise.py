@@ -7,15 +7,25 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launchers.processes.preloaded import Parents
 from launchers.supervise import Stop, last_lines, supervise
 from optimus_cc.runs import RunCancelled, RunFailed
-from tests.launchers.processes import ROOT, assert_none_left, eventually, marked_environment, rank_command, survivors
+from tests.launchers.processes import (
+    ROOT,
+    assert_none_left,
+    eventually,
+    marked_environment,
+    module_command,
+    rank_command,
+    survivors,
+)
 
 
 @dataclass(frozen=True)
@@ -234,22 +244,34 @@ FAILURES = {
 }
 
 
-def _supervise(script: str, log_dir: Path, num_ranks: int = 3, **options: Any) -> str:
-    env = marked_environment()
-    try:
-        supervise(
-            rank_command(script), num_ranks, log_dir=log_dir, env=env, **{"grace_s": 0.5, "poll_s": 0.02, **options}
-        )
-    finally:
-        assert_none_left(env["TEST_MARK"])
-    return env["TEST_MARK"]
+STARTS = ["executed", pytest.param("forked", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux only"))]
+Supervise = Callable[..., None]
+
+
+@pytest.fixture(params=STARTS)
+def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Supervise:
+    """Runs a script as ranks, which are executed or forked, and sees that nothing is left of them."""
+
+    def run(script: str, num_ranks: int = 3, **options: Any) -> None:
+        env = marked_environment()
+        options = {"log_dir": tmp_path, "env": env, "grace_s": 0.5, "poll_s": 0.02, **options}
+        try:
+            if request.param == "executed":
+                supervise(rank_command(script), num_ranks, **options)
+            else:
+                with Parents(modules=()) as parents:
+                    supervise(module_command(script), num_ranks, parents=parents, **options)
+        finally:
+            assert_none_left(env["TEST_MARK"])
+
+    return run
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failure(name: str, tmp_path: Path) -> None:
+def test_failure(name: str, supervised: Supervise) -> None:
     ending = FAILURES[name]
     with pytest.raises(RunFailed) as caught:
-        _supervise(ending.script, tmp_path, **dict(ending.options))
+        supervised(ending.script, **dict(ending.options))
     assert caught.value.state == "failed"
     assert ending.cause in caught.value.cause
     for text in ending.shown:
@@ -259,28 +281,26 @@ def test_failure(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_any_rank_killed(rank: int, tmp_path: Path) -> None:
+def test_any_rank_killed(rank: int, supervised: Supervise) -> None:
     with pytest.raises(RunFailed, match=f"^rank {rank} was killed by SIGKILL"):
-        _supervise(
+        supervised(
             f"""
             if RANK == {rank}:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
             """,
-            tmp_path,
             num_ranks=4,
         )
 
 
-def test_ends_well(tmp_path: Path) -> None:
+def test_ends_well(tmp_path: Path, supervised: Supervise) -> None:
     polls: list[int] = []
-    _supervise(
+    supervised(
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OPTIMUS_CC_RENDEZVOUS")
         print(*(os.environ[name] for name in names))
         print("unfinished", end="")
         """,
-        tmp_path,
         num_ranks=2,
         threads_per_rank=3,
         on_poll=lambda: polls.append(1),
@@ -292,40 +312,40 @@ def test_ends_well(tmp_path: Path) -> None:
     assert polls
 
 
-def test_every_start_has_its_own_rendezvous(tmp_path: Path) -> None:
+def test_every_start_has_its_own_rendezvous(tmp_path: Path, supervised: Supervise) -> None:
     script = 'print(os.environ["OPTIMUS_CC_RENDEZVOUS"])'
     places = set()
     for _ in range(2):
-        _supervise(script, tmp_path, num_ranks=1)
+        supervised(script, num_ranks=1)
         places.add((tmp_path / "rank_0.log").read_text())
     assert len(places) == 2
     assert not any(Path(place.strip().removeprefix("file://")).parent.exists() for place in places)
 
 
-def test_reports_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
+def test_reports_of_an_earlier_start_do_not_count(tmp_path: Path, supervised: Supervise) -> None:
     (tmp_path / "rank_0.failure.json").write_text(
         '{"time": 1, "exception": "ValueError", "message": "old", "communication": false}'
     )
-    _supervise("pass", tmp_path, num_ranks=1)
+    supervised("pass", num_ranks=1)
 
 
-def test_a_fork_does_not_outlive_a_rank_that_ended_well(tmp_path: Path) -> None:
-    _supervise("os.fork() or time.sleep(1000)", tmp_path)
+def test_a_fork_does_not_outlive_a_rank_that_ended_well(supervised: Supervise) -> None:
+    supervised("os.fork() or time.sleep(1000)")
 
 
-def test_an_error_of_the_supervisor_leaves_nobody(tmp_path: Path) -> None:
+def test_an_error_of_the_supervisor_leaves_nobody(supervised: Supervise) -> None:
     def on_poll() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        _supervise("time.sleep(1000)", tmp_path, on_poll=on_poll)
+        supervised("time.sleep(1000)", on_poll=on_poll)
 
 
-def test_stop_asked_by_a_program(tmp_path: Path) -> None:
+def test_stop_asked_by_a_program(supervised: Supervise) -> None:
     stop = Stop()
     stop.request("the deadline", at_once=True)
     with pytest.raises(RunCancelled, match="the deadline"):
-        _supervise("time.sleep(1000)", tmp_path, stop=stop)
+        supervised("time.sleep(1000)", stop=stop)
 
 
 def test_last_lines(tmp_path: Path) -> None:
@@ -339,15 +359,19 @@ def test_last_lines(tmp_path: Path) -> None:
 
 _DRIVER = """
 import signal, sys
+from contextlib import nullcontext
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the test may run in the background
+from launchers.processes.preloaded import Parents
 from launchers.supervise import Stop, supervise
 from optimus_cc.runs import RunFailed
-from tests.launchers.processes import rank_command
-with Stop().on_signals() as stop:
+from launchers.processes.preloaded import Parents
+from tests.launchers.processes import module_command, rank_command
+forked = sys.argv[3] == "forked"
+with Stop().on_signals() as stop, (Parents(modules=()) if forked else nullcontext()) as parents:
     try:
-        script = Path(sys.argv[1]).read_text()
-        supervise(rank_command(script), 3, log_dir=Path(sys.argv[2]), stop=stop, grace_s=0.5, poll_s=0.02)
+        command = (module_command if forked else rank_command)(Path(sys.argv[1]).read_text())
+        supervise(command, 3, log_dir=Path(sys.argv[2]), stop=stop, grace_s=0.5, poll_s=0.02, parents=parents)
         print("finished")
     except RunFailed as error:
         print(error.state, error.cause)
@@ -357,13 +381,13 @@ with Stop().on_signals() as stop:
 class Supervisor:
     """A supervisor in a process, with three ranks."""
 
-    def __init__(self, script: str, folder: Path) -> None:
+    def __init__(self, script: str, folder: Path, start: str) -> None:
         self.logs = folder / "logs"
         env = {**os.environ, **marked_environment()}
         self.mark = env["TEST_MARK"]
         (folder / "script.py").write_text(textwrap.dedent(script))
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", _DRIVER, str(folder / "script.py"), str(self.logs)],
+            [sys.executable, "-c", _DRIVER, str(folder / "script.py"), str(self.logs), start],
             env=env,
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -426,8 +450,9 @@ time.sleep(1000)
         (SOME_WITHOUT_HANDLER, [signal.SIGTERM], "preempted preempted by SIGTERM"),
     ],
 )
-def test_signals(script: str, signals: list[signal.Signals], ending: str, tmp_path: Path) -> None:
-    supervisor = Supervisor(script, tmp_path)
+@pytest.mark.parametrize("start", STARTS)
+def test_signals(script: str, signals: list[signal.Signals], ending: str, start: str, tmp_path: Path) -> None:
+    supervisor = Supervisor(script, tmp_path, start)
     supervisor.wait_for_ranks("ready")
     for index, number in enumerate(signals):
         supervisor.popen.send_signal(number)
@@ -436,7 +461,8 @@ def test_signals(script: str, signals: list[signal.Signals], ending: str, tmp_pa
     assert supervisor.wait() == ending
 
 
-def test_nobody_survives_a_killed_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_nobody_survives_a_killed_supervisor(start: str, tmp_path: Path) -> None:
     """Neither ranks that take no precautions nor what they started."""
     supervisor = Supervisor(
         """
@@ -446,9 +472,11 @@ def test_nobody_survives_a_killed_supervisor(tmp_path: Path) -> None:
         time.sleep(1000)
         """,
         tmp_path,
+        start,
     )
     supervisor.wait_for_ranks("ready")
-    assert len(survivors(supervisor.mark)) == 8  # supervisor, guard, three ranks and their children
+    # Supervisor, guard, three ranks and their children, and whose children the ranks are.
+    assert len(survivors(supervisor.mark)) == 8 + (start == "forked")
     scratch = Path(last_lines(supervisor.logs / "rank_0.log")[0].removeprefix("file://")).parent
     assert scratch.is_dir()
     supervisor.popen.kill()
@@ -457,7 +485,8 @@ def test_nobody_survives_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills orphans on Linux only")
-def test_ranks_die_even_without_the_guard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_ranks_die_even_without_the_guard(start: str, tmp_path: Path) -> None:
     supervisor = Supervisor(
         """
         die_with_parent()
@@ -466,6 +495,7 @@ def test_ranks_die_even_without_the_guard(tmp_path: Path) -> None:
             pass
         """,
         tmp_path,
+        start,
     )
     supervisor.wait_for_ranks("ready")
     for entry in Path("/proc").iterdir():
