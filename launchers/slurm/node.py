@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launchers.local import import_path, rank_command
-from launchers.processes.preloaded import Parents
 from launchers.slurm.resources import Resources
 from launchers.supervise import OthersMayBeTheCause, PatientStop, Stop, World, supervise
 from optimus_cc import process
@@ -71,19 +70,17 @@ def run(folder: RunFolder, node: int, device: str, rendezvous: str, stop: Stop) 
     try:
         if resources.nodes > 1:
             _check_that_the_corpus_is_here(config)
-        with Parents() as parents:
-            supervise(
-                rank_command(folder, config),
-                local,
-                log_dir=folder.logs,
-                stop=stop,
-                env={process.DEVICE: device, **import_path()},
-                threads_per_rank=launcher.threads_per_rank or launcher.cpus_per_rank,
-                grace_s=launcher.stop_grace_s,
-                timeout_s=config.training.timeout_s,
-                world=World(config.parallel.world_size, node * local, rendezvous) if resources.nodes > 1 else None,
-                parents=parents if device == "cpu" else None,
-            )
+        supervise(
+            rank_command(folder, config),
+            local,
+            log_dir=folder.logs,
+            stop=stop,
+            env={process.DEVICE: device, **import_path()},
+            threads_per_rank=launcher.threads_per_rank or launcher.cpus_per_rank,
+            grace_s=launcher.stop_grace_s,
+            timeout_s=config.training.timeout_s,
+            world=World(config.parallel.world_size, node * local, rendezvous) if resources.nodes > 1 else None,
+        )
     except RunPreempted as preempted:
         say("preempted", preempted)
         return 0  # so that srun lets the other nodes end, too
