@@ -70,7 +70,7 @@ class CompressedStream:
         self.memory = None if memory is None else memory.clone()
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` plus what is in memory, in fp32; the memory is taken for it where it fits, and empty afterwards."""
+        """``tensor`` plus what is in memory, in fp32 and, where it fits, in the memory's place; that is empty then."""
         memory, self.memory = self.memory, None
         if memory is None or memory.shape != tensor.shape:
             return tensor.float().contiguous()  # a residual of tensors of another shape has no place here

@@ -52,7 +52,7 @@ class LowRankState:
         """rank x columns, fp32: the second factor of the tensor before; None before the first one."""
 
     def draw(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """A new random orthonormal query (rank x columns); the n-th draw of an origin is the same in every run and on every rank."""
+        """A new random orthonormal query, rank x columns; the n-th of an origin is the same in every run and rank."""
         self.draws += 1
         return self._orthonormal(self.draws, shape, device)
 

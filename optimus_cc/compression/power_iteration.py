@@ -89,7 +89,6 @@ def masked(factors: torch.Tensor, keep: torch.Tensor, value: float) -> torch.Ten
 def clear_unless(keep: torch.Tensor, matrices: torch.Tensor) -> None:
     """Set those of ``matrices`` (k x ...) to zero that are not in ``keep`` (k booleans)."""
     keep = keep.view(-1, *(1 for _ in matrices.shape[1:]))
-    if keep.device.type != "cpu":
-        matrices.masked_fill_(~keep, 0.0)
-    elif not keep.all():  # a look costs nothing here, another pass over the matrices would
+    # On a CPU a look costs less than another pass over the matrices; on a GPU it would wait.
+    if keep.device.type != "cpu" or not keep.all():
         matrices.masked_fill_(~keep, 0.0)
