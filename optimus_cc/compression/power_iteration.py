@@ -8,6 +8,8 @@ and norms on a CPU need to be fast. Nothing here waits for a GPU.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -46,15 +48,16 @@ def cholesky_basis(left: torch.Tensor) -> torch.Tensor:
     """Cholesky QR, twice, in double precision: products and small triangular solves, nothing that waits for the host.
 
     A Gram matrix squares the condition, so fp32 would fail from 4e3 on; in double precision two rounds reach all that
-    fp32 can tell apart. The shift (Fukaya et al., arXiv 1809.11085) keeps a Gram matrix positive definite whatever its
-    rank. A direction that is not there comes out as a column that is zero or shorter than one: P Pᵀ is still a
-    contraction, and the next query of such a column starts afresh. A matrix that is not finite comes out as NaN.
+    fp32 can tell apart. A shift of the size of rounding (after Fukaya et al., arXiv 1809.11085) keeps a Gram matrix
+    positive definite whatever its rank. A direction that is not there comes out as a column that is zero or shorter
+    than one: P Pᵀ is still a contraction, and the next query of such a column starts afresh. A matrix that is not
+    finite comes out as NaN.
     """
     rows, rank = left.shape[-2:]
     basis = left.double()
     norms = torch.linalg.vector_norm(basis, dim=-2, keepdim=True)
     basis = basis / norms.where(norms > 0, 1.0)
-    shift = 11 * rank * (rows * rank + rank * (rank + 1)) * torch.finfo(torch.float64).eps / 2
+    shift = rank * (math.sqrt(rows) + rank) * torch.finfo(torch.float64).eps
     identity = torch.eye(rank, dtype=torch.float64, device=left.device)
     for _ in range(2):
         gram = torch.bmm(basis.mT, basis) + shift * identity
