@@ -15,8 +15,9 @@ from typing import Protocol
 
 import torch
 
-from optimus_cc.compression.power_iteration import clear_unless
+from optimus_cc.compression.power_iteration import blocks, clear_unless
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
+from optimus_cc.wire_size import message_matrix
 
 
 def wire_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype:
@@ -140,7 +141,11 @@ class Codec(Protocol):
 
 def what_is_left(total: torch.Tensor, decoded: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """``total`` (fp32) less ``decoded``; zero everywhere if that is not finite. ``out`` may be ``total``."""
-    residual = torch.sub(total, decoded) if out is None else torch.sub(total, decoded, out=out)
+    residual = torch.empty_like(total) if out is None else out
+    rows = message_matrix(total.shape)
+    parts = [tensor.view(rows) for tensor in (total, decoded, residual)]
+    for block in blocks(*rows, total.device):
+        torch.sub(parts[0][block], parts[1][block], out=parts[2][block])
     if residual.numel():
         least, most = torch.aminmax(residual)  # both NaN if anything is
         clear_unless((torch.isfinite(least) & torch.isfinite(most)).view(1), residual.unsqueeze(0))

@@ -16,6 +16,7 @@ import torch
 from optimus_cc.compression import powers_of_two
 from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, what_is_left, wire_dtype
 from optimus_cc.compression.power_iteration import (
+    blocks,
     clear_unless,
     first_factor,
     leave_out,
@@ -143,7 +144,13 @@ class LowRank:
         if not payload.data.numel():
             return payload.data.new_empty(payload.wire.shape, dtype=payload.wire.dtype)
         left, right = payload.wire.unpack(payload.data)
-        return (left.float() @ right.float()).to(payload.wire.dtype).view(payload.wire.shape)
+        left, right = left.float(), right.float()
+        if payload.wire.dtype == torch.float32:
+            return (left @ right).view(payload.wire.shape)
+        decoded = left.new_empty((left.shape[0], right.shape[1]), dtype=payload.wire.dtype)
+        for rows in blocks(*decoded.shape, decoded.device):
+            decoded[rows] = left[rows] @ right
+        return decoded.view(payload.wire.shape)
 
     def residual(self, total: torch.Tensor, payload: Payload, out: torch.Tensor | None = None) -> torch.Tensor:
         if payload.wire.dtype != torch.float32 or not payload.data.numel():

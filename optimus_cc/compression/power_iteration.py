@@ -12,6 +12,8 @@ import math
 
 import torch
 
+_CACHED_ELEMENTS = 2**16
+
 
 def first_factor(matrices: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """M Qᵀ, k x n x r, of matrices k x n x m and queries k x r x m."""
@@ -87,6 +89,12 @@ def surely_finite(factors: torch.Tensor) -> torch.Tensor:
 def masked(factors: torch.Tensor, keep: torch.Tensor, value: float) -> torch.Tensor:
     """``factors`` (k x r x m), with ``value`` for all of those not in ``keep`` (k booleans)."""
     return torch.where(keep[:, None, None], factors, value)
+
+
+def blocks(rows: int, columns: int, device: torch.device) -> list[slice]:
+    """Rows that are worked on at once where a pass makes a temporary: on a CPU, as many as its cache holds of fp32."""
+    size = rows if device.type != "cpu" else max(1, _CACHED_ELEMENTS // max(1, columns))
+    return [slice(start, start + size) for start in range(0, rows, max(1, size))]
 
 
 def clear_unless(keep: torch.Tensor, matrices: torch.Tensor) -> None:

@@ -166,7 +166,7 @@ def test_it_trains_and_replicas_stay_equal(
 
 
 def _against_double_precision(config: RunConfig, num_steps: int) -> dict[str, float]:
-    """Largest relative differences from PowerSGD with each rank's own factor in its memory, over a few steps of random gradients."""
+    """Largest relative differences from PowerSGD, each rank's own factor in its memory, for some random gradients."""
     trainer = built(config)
     replicas = dist.get_world_size()
     rank = config.technique.sc.codec.rank  # type: ignore[union-attr]
