@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,7 @@ def bases(rows: int, rank: int, device: torch.device, repetitions: int, seed: in
         "cholesky": cholesky_basis,
         "gram_schmidt": _gram_schmidt,
     }
-    times = _timed({name: (lambda way=way: way(full)) for name, way in ways.items()}, device, repetitions)
+    times = _timed({name: partial(way, full) for name, way in ways.items()}, device, repetitions)
     identity = torch.eye(rank, dtype=torch.float64, device=device)
     found = []
     for name, way in ways.items():
@@ -164,7 +165,8 @@ def _group_of_one() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -148,7 +148,7 @@ class LowRank:
         if payload.wire.dtype == torch.float32:
             return (left @ right).view(payload.wire.shape)
         decoded = left.new_empty((left.shape[0], right.shape[1]), dtype=payload.wire.dtype)
-        for rows in blocks(*decoded.shape, decoded.device):
+        for rows in blocks(decoded.shape[0], decoded.shape[1], decoded.device):
             decoded[rows] = left[rows] @ right
         return decoded.view(payload.wire.shape)
 

@@ -168,7 +168,8 @@ def keep_what_was_encoded() -> None:
     original = CompressedStream.remember
 
     def remember(this: Any) -> None:
-        kept = this._unremembered
+        # A copy: what is encoded is the memory itself, or the gradient, and not something of the layer's own.
+        kept = this._unremembered and this._unremembered[0].clone()
         original(this)
         this.kept = kept
 

@@ -23,7 +23,8 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 def _conditioned(rows: int, rank: int, condition: float, seed: int = 0) -> torch.Tensor:
     """Singular values from 1 down to 1 / condition, mixed over the columns."""
     left, right = torch.linalg.qr(_random(rows, rank, seed=seed))[0], torch.linalg.qr(_random(rank, rank, seed=1))[0]
-    return (left * torch.logspace(0, -math.log10(condition), rank, dtype=torch.float64)) @ right
+    matrix: torch.Tensor = (left * torch.logspace(0, -math.log10(condition), rank, dtype=torch.float64)) @ right
+    return matrix
 
 
 def _outside(basis: torch.Tensor, left: torch.Tensor) -> float:
