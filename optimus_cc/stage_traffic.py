@@ -23,7 +23,7 @@ from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE, BpeTokenizerConfig
 from optimus_cc.exposure import Message, stages_to_compress
 from optimus_cc.gradient_buckets import gradient_buckets
 from optimus_cc.stage_parameters import StageParameters, Weight, stage_parameters
-from optimus_cc.wire_size import message_matrix, wire_nbytes
+from optimus_cc.wire_size import mean_nbytes, message_matrix
 
 _GRADIENT_BYTES = 4  # gradients are kept and reduced in fp32
 _MEMORY_BYTES = 4  # so are error memories and queries
@@ -231,15 +231,36 @@ def _gradients(config: RunConfig, stage: int, parameters: StageParameters) -> di
     all_reduced = sum(bucket.numel for bucket in special) if scattered else reduced
     all_reduced -= sum(weight.numel for weight in compressed)
     rest = (reduced - sum(bucket.numel for bucket in special)) if scattered else 0
-    factors = sum(wire_nbytes(sc.codec, weight.shape, _GRADIENT_BYTES) for weight in compressed)
+    # A bucket's factors travel together; those of a later chunk, whose buckets form one group, with each other.
+    special_weights = set(compressed)
+    chosen = [[weight for weight in bucket.weights if weight in special_weights] for bucket in buckets]
+    if stage >= parallel.pipeline_parallel_size:
+        chosen = [[weight for weights in chosen for weight in weights]]
+    factors = sum(_factors(sc, weights, replicas) for weights in chosen)
     return {
         "compressed_matrices": len(compressed),
         "data_parallel_logical_bytes": (1 if scattered else 2) * ring * reduced * _GRADIENT_BYTES,
-        "data_parallel_wire_bytes": ring * (2 * (all_reduced * _GRADIENT_BYTES + factors) + rest * _GRADIENT_BYTES),
+        "data_parallel_wire_bytes": ring * (2 * all_reduced + rest) * _GRADIENT_BYTES + factors,
         "embedding_bytes": embedding,
         "parameter_gather_bytes": ring * elements * config.message_itemsize if scattered else 0.0,
         "gradient_memory_bytes": _gradient_memory(sc, compressed),
     }
+
+
+def _factors(sc: SelectiveStageCompressionConfig, weights: Sequence[Weight], replicas: int) -> float:
+    """What one rank sends for the factors of matrices that travel together."""
+    if not weights or not isinstance(sc.codec, LowRankConfig):
+        return 0.0
+    ranks = [min(sc.codec.rank, *weight.shape) for weight in weights]
+    return sum(
+        mean_nbytes(
+            sum(rank * weight.shape[side] for rank, weight in zip(ranks, weights, strict=True)),
+            len(weights),
+            sc.codec.wire_dtype,
+            replicas,
+        )
+        for side in (0, 1)
+    )
 
 
 def _gradient_memory(sc: SelectiveStageCompressionConfig, compressed: Sequence[Weight]) -> int:

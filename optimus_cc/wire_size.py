@@ -110,3 +110,21 @@ def wire_nbytes(codec: CodecConfig, shape: Sequence[int], itemsize: int) -> int:
         entries = top_k_entries(shape, value_bytes, density=codec.density, match_rank=codec.match_rank)
         return entries * (value_bytes + INDEX_BYTES)
     return math.prod(shape) * itemsize
+
+
+def part_of_a_mean(elements: int, ranks: int) -> int:
+    """Of how many elements one of ``ranks`` makes the mean, where means travel in half precision."""
+    return -(-elements // ranks)
+
+
+def mean_nbytes(elements: int, matrices: int, wire_dtype: str, ranks: int) -> float:
+    """Bytes that a rank sends for the mean over ``ranks`` of fp32 matrices of ``elements`` in all.
+
+    Args:
+        wire_dtype: in which they travel. fp32, and so ``input``: a ring all-reduce. Half precision: an all-to-all and
+            an all-gather of equal parts, and in fp16 an exponent with each matrix.
+    """
+    if wire_dtype not in ("bf16", "fp16"):
+        return 2 * (ranks - 1) / ranks * elements * 4
+    exponents = matrices if wire_dtype == "fp16" else 0
+    return (ranks - 1) * (2 * part_of_a_mean(elements, ranks) + exponents) * _WIRE_ITEMSIZES[wire_dtype]

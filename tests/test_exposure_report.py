@@ -51,6 +51,7 @@ SELECTIVE: dict[str, dict[str, Any]] = {
     # Attention's output projection is below this gate, with one tensor-parallel rank and with two.
     "above the gate": {"sc": selective(rank=4, min_compression_ratio=4.5)},
     "no feedback, cold, bf16 wire": {"sc": selective(error_feedback=False, warm_start=False, wire_dtype="bf16")},
+    "fp16 wire": {"sc": selective(fraction=1.0, rank=3, wire_dtype="fp16")},
     "fe and sc": {"sc": selective(fraction=1.0), "fe": {"enabled": True}},
     "all": {**low_rank(residual="carry"), "sc": selective(), "fe": {"enabled": True}},
 }
@@ -119,6 +120,7 @@ def test_bytes_and_memory_are_those_of_a_run(ranks: RankPool, layout: str, techn
         *(("pp2_dp2", technique, "distributed_optimizer") for technique in ("sc", "fe and sc")),
         ("pp2_v2_dp2", "above the gate", "overlap_grad_reduce"),
         ("pp2_v2_dp2", "all", "distributed_optimizer"),
+        ("pp2_v2_dp2", "fp16 wire", "distributed_optimizer"),
         ("tp2_pp2_dp2", "above the gate", "distributed_optimizer"),
         ("tp2_pp2_dp2", "all", ""),
     ],

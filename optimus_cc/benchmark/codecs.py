@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc.benchmark import memory_path
 from optimus_cc.benchmark.arithmetic import median_with_interval, ratio_of_pairs
 from optimus_cc.compression import Codec
 from optimus_cc.compression.low_rank import LowRank
@@ -27,7 +28,8 @@ def measure(
     """Time each codec at each rank and shape, in the run's precision, on one process.
 
     Returns:
-        for each of them GB/s of the uncompressed tensor, and how many times a copy's time encoding and decoding take.
+        for each of them GB/s of the uncompressed tensor, and how many times a copy's time encoding and decoding take;
+        and what :mod:`.memory_path` measures of the low-rank ones.
     """
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     shapes = benchmark.shapes or (message_matrix(config.message_shape),)
@@ -43,7 +45,19 @@ def measure(
         row |= _case(codec, shape, dtype, device, benchmark.repetitions, config.training.seed)
         rows.append(row)
         record({"kind": "codec", **row, "done": index + 1, "total": len(cases)})
-    return {"benchmark": benchmark.name, "device": device.type, "threads": torch.get_num_threads(), "codecs": rows}
+    paths, bases = [], []
+    for shape in shapes:
+        for rank in sorted({min(rank, *shape) for rank in benchmark.ranks}):
+            paths += memory_path.paths(shape, rank, device, benchmark.repetitions, config.training.seed)
+            bases += memory_path.bases(shape[0], rank, device, benchmark.repetitions, config.training.seed)
+    return {
+        "benchmark": benchmark.name,
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "codecs": rows,
+        "memory_paths": paths,
+        "bases": bases,
+    }
 
 
 def _case(

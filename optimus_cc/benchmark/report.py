@@ -106,6 +106,26 @@ def _codecs_table(result: Result) -> str:
                 f"{row['decode_per_copy']['value']:.1f}",
             ]
         )
+    return "\n\n".join([_aligned(rows), _paths_table(result), _bases_table(result)])
+
+
+def _paths_table(result: Result) -> str:
+    rows = [["with an error memory", "rank", "shape", "products (s)", "step/products", "95 % interval"]]
+    for row in result["memory_paths"]:
+        ratio = row["per_products"]
+        shape = f"{row['rows']} x {row['columns']}"
+        cells = [row["path"], str(row["rank"]), shape, f"{row['products_s']:.3g}"]
+        rows.append([*cells, f"{ratio['value']:.2f}", _interval(ratio)])
+    return _aligned(rows)
+
+
+def _bases_table(result: Result) -> str:
+    rows = [["orthonormal basis", "rank", "rows", "seconds", "time/QR", "orthogonality", "norm without full rank"]]
+    for row in result["bases"]:
+        norm = row["norm_without_full_rank"]
+        cells = [row["basis"], str(row["rank"]), str(row["rows"]), f"{row['seconds']:.3g}"]
+        cells += [f"{row['per_qr']['value']:.2f}", f"{row['orthogonality']:.1e}"]
+        rows.append([*cells, "not finite" if norm is None else f"{norm:.6f}"])
     return _aligned(rows)
 
 

@@ -366,7 +366,8 @@ class CompressedP2PCommunicator(P2PCommunicator):
     def _left_out(self, stream: CompressedStream, tensor: torch.Tensor, payload: Payload) -> torch.Tensor | None:
         """What the message just sent lacks, in fp32; None if it was dropped unseen."""
         if stream.feedback:
-            return stream.memory
+            # A copy: whoever listens compares it with what comes later, and the next message is added to the memory.
+            return None if stream.memory is None else stream.memory.clone()
         with self.probe.span("probes", "residual"):
             return tensor.float() - self._codec.decode(payload).float()
 

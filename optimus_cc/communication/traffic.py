@@ -150,7 +150,7 @@ class TrafficMeter:
             self.observed_p2p_bytes += sent
             return
         name = self._groups.get(group.group_name, "other")
-        if name == "data_parallel" and kind == "gather":
+        if name == "data_parallel" and kind == "gather" and self._declared != name:
             name = "parameter_gather"
         if name == "tensor_parallel" and self._scope is not None:
             name = self._scope

@@ -15,7 +15,9 @@ from typing import Protocol
 
 import torch
 
+from optimus_cc.compression.power_iteration import blocks, clear_unless
 from optimus_cc.config.codec import CodecConfig, LowRankConfig, TopKConfig
+from optimus_cc.wire_size import message_matrix
 
 
 def wire_dtype(name: str, input_dtype: torch.dtype) -> torch.dtype:
@@ -121,10 +123,33 @@ class Codec(Protocol):
 
     def wire_format(self, shape: Sequence[int], dtype: torch.dtype) -> WireFormat: ...
 
-    def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload: ...
+    def encode(
+        self, tensor: torch.Tensor, state: CodecState | None = None, dtype: torch.dtype | None = None
+    ) -> Payload:
+        """``tensor`` as a payload from which one of ``dtype`` is decoded; by default of its own."""
 
     def decode(self, payload: Payload) -> torch.Tensor:
-        """The tensor that ``payload`` stands for, in its original shape and dtype."""
+        """The tensor that ``payload`` stands for, in its shape and the dtype it was encoded for."""
+
+    def residual(self, total: torch.Tensor, payload: Payload, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What ``payload`` leaves out of ``total`` (fp32); zero everywhere if what is decoded is not finite.
+
+        Args:
+            out: where it may be put, contiguous; may be ``total``.
+        """
+
+
+def what_is_left(total: torch.Tensor, decoded: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``total`` (fp32) less ``decoded``; zero everywhere if that is not finite. ``out`` may be ``total``."""
+    residual = torch.empty_like(total) if out is None else out
+    rows = message_matrix(total.shape)
+    parts = [tensor.view(rows) for tensor in (total, decoded, residual)]
+    for block in blocks(*rows, total.device):
+        torch.sub(parts[0][block], parts[1][block], out=parts[2][block])
+    if residual.numel():
+        least, most = torch.aminmax(residual)  # both NaN if anything is
+        clear_unless((torch.isfinite(least) & torch.isfinite(most)).view(1), residual.unsqueeze(0))
+    return residual
 
 
 def build_codec(config: CodecConfig) -> Codec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +20,9 @@ class CompressedStream:
     state: CodecState | None
     feedback: bool
     memory: torch.Tensor | None = field(default=None, init=False)
-    """What has not been sent yet, in the tensors' shape; None stands for zero."""
-    _unremembered: tuple[torch.Tensor, Payload] | None = field(default=None, init=False)
+    """What has not been sent yet, in the tensors' shape; None stands for zero. The next :meth:`encode` writes to it."""
+    _unremembered: tuple[torch.Tensor, Payload, bool] | None = field(default=None, init=False)
+    """A tensor with what was in memory, its payload, and whether the first is this stream's own to write to."""
 
     def encode(self, tensor: torch.Tensor, *, remember: bool = True) -> Payload:
         """Encode ``tensor`` plus what is in memory; keep what was left out.
@@ -32,10 +32,9 @@ class CompressedStream:
         """
         if not self.feedback:
             return self.codec.encode(tensor, self.state)
-        total = self._with_memory(tensor)
-        payload = self.codec.encode(total.to(tensor.dtype), self.state)
-        self.memory = None
-        self._unremembered = total, payload
+        total = self._take(tensor)
+        payload = self.codec.encode(total, self.state, tensor.dtype)
+        self._unremembered = total, payload, total.data_ptr() != tensor.data_ptr()
         if remember:
             self.remember()
         return payload
@@ -44,20 +43,12 @@ class CompressedStream:
         """Put what the last :meth:`encode` left out into memory."""
         if self._unremembered is None:
             return
-        (total, payload), self._unremembered = self._unremembered, None
-        residual = total - self.codec.decode(payload)
-        if residual.numel():
-            # A non-finite tensor goes out non-finite, but nothing of it may reach later ones. The norm is one number
-            # on the device: nothing waits for it, and no mask of the tensor's size is made.
-            finite = torch.isfinite(torch.linalg.vector_norm(residual, ord=math.inf))
-            residual.masked_fill_(~finite, 0.0)
-        self.memory = residual
+        (total, payload, own), self._unremembered = self._unremembered, None
+        self.memory = self.codec.residual(total, payload, total if own else None)
 
     def flush(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` plus all that is in memory, to be sent as it is; the memory is empty afterwards."""
-        total = self._with_memory(tensor).to(tensor.dtype)
-        self.memory = None
-        return total
+        return self._take(tensor).to(tensor.dtype)
 
     def reset(self) -> None:
         """Drop what is in memory."""
@@ -78,8 +69,9 @@ class CompressedStream:
         memory = state.get("memory")
         self.memory = None if memory is None else memory.clone()
 
-    def _with_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.float()
-        if self.memory is None or self.memory.shape != tensor.shape:
-            return total  # a residual of tensors of another shape has no place here
-        return total + self.memory.to(total.device)
+    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` plus what is in memory, in fp32 and, where it fits, in the memory's place; that is empty then."""
+        memory, self.memory = self.memory, None
+        if memory is None or memory.shape != tensor.shape:
+            return tensor.float().contiguous()  # a residual of tensors of another shape has no place here
+        return memory.to(tensor.device).add_(tensor)

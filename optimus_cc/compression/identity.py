@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, what_is_left
 
 
 class Identity:
@@ -19,8 +19,14 @@ class Identity:
         shape = tuple(shape)
         return WireFormat(shape, dtype, (Part("values", shape, dtype),), summable=True)
 
-    def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
+    def encode(
+        self, tensor: torch.Tensor, state: CodecState | None = None, dtype: torch.dtype | None = None
+    ) -> Payload:
+        tensor = tensor.to(dtype or tensor.dtype)
         return Payload(self.wire_format(tensor.shape, tensor.dtype), tensor.contiguous().view(-1))
 
     def decode(self, payload: Payload) -> torch.Tensor:
         return payload.data.view(payload.wire.shape)
+
+    def residual(self, total: torch.Tensor, payload: Payload, out: torch.Tensor | None = None) -> torch.Tensor:
+        return what_is_left(total, self.decode(payload))  # ``total`` may itself be the payload, not sent yet

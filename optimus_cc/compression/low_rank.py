@@ -1,20 +1,31 @@
 """Low-rank codec: a matrix travels as two thin factors.
 
-One step of power iteration per tensor (Optimus-CC, section 4; PowerSGD, arXiv 1905.13727): with M of n x m and a
-query Q of m x r, P = orthonormal basis of M Q, then Q = M^T P; what arrives is P Q^T, the projection of M onto
-span(P). The next tensor of the same origin starts from the Q before (warm start).
+One step of power iteration per tensor (:mod:`.power_iteration`): with M of n x m and a query Q of r x m, P =
+orthonormal basis of M Qᵀ, then R = Pᵀ M; what arrives is P R, the projection of M onto span(P). The next tensor of the
+same origin starts from the R before (warm start).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, wire_dtype
+from optimus_cc.compression import powers_of_two
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, what_is_left, wire_dtype
+from optimus_cc.compression.power_iteration import (
+    blocks,
+    clear_unless,
+    first_factor,
+    leave_out,
+    masked,
+    orthonormal_basis,
+    second_factor,
+    surely_finite,
+    warm_query,
+)
 from optimus_cc.wire_size import message_matrix
 
 
@@ -26,14 +37,9 @@ def private_generator(key: Sequence[int | str], device: torch.device, index: int
     return generator
 
 
-def warm_query(previous: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """A query from the factor before: scaled to unit columns; columns that vanished start afresh, from ``first``.
-
-    Both are [..., columns, rank].
-    """
-    norms = torch.linalg.vector_norm(previous, dim=-2, keepdim=True)
-    usable = norms > torch.finfo(norms.dtype).tiny
-    return torch.where(usable, previous / norms.where(usable, 1.0), first)
+def transposed(matrices: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy with the last two dimensions exchanged."""
+    return matrices.mT.clone(memory_format=torch.contiguous_format)
 
 
 class LowRankState:
@@ -44,10 +50,10 @@ class LowRankState:
         self._first: torch.Tensor | None = None
         self.draws = 0
         self.query: torch.Tensor | None = None
-        """columns x rank, fp32: the second factor of the tensor before; None before the first one."""
+        """rank x columns, fp32: the second factor of the tensor before; None before the first one."""
 
     def draw(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """A new random orthonormal query; the n-th draw of an origin is the same in every run and on every rank."""
+        """A new random orthonormal query, rank x columns; the n-th of an origin is the same in every run and rank."""
         self.draws += 1
         return self._orthonormal(self.draws, shape, device)
 
@@ -58,21 +64,22 @@ class LowRankState:
         return self._first
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """The number of draws, and the query as columns x rank."""
         state = {"draws": torch.tensor(self.draws)}
         if self.query is not None:
-            state["query"] = self.query
+            state["query"] = transposed(self.query)
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.draws = int(state["draws"])
         query = state.get("query")
-        self.query = None if query is None else query.clone()
+        self.query = None if query is None else transposed(query)
 
     def _orthonormal(self, index: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
         generator = private_generator(self._key, device, index)
-        # A square Gaussian matrix can be badly conditioned, and what M Q loses no second factor brings back.
-        query: torch.Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, device=device))[0]
-        return query
+        # A square Gaussian matrix can be badly conditioned, and what M Qᵀ loses no second factor brings back.
+        query: torch.Tensor = torch.linalg.qr(torch.randn(shape[::-1], generator=generator, device=device))[0]
+        return transposed(query)
 
 
 class LowRank:
@@ -100,56 +107,78 @@ class LowRank:
         rows, columns = message_matrix(shape)
         rank = min(self.rank, rows, columns)
         sent = wire_dtype(self.wire_dtype, dtype)
-        factors = (Part("left", (rows, rank), sent), Part("right", (columns, rank), sent))
+        factors = (Part("left", (rows, rank), sent), Part("right", (rank, columns), sent))
         return WireFormat(tuple(shape), dtype, factors, summable=False)
 
-    def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
+    def encode(
+        self, tensor: torch.Tensor, state: CodecState | None = None, dtype: torch.dtype | None = None
+    ) -> Payload:
         """Encode ``tensor`` with the query in ``state``; without one, with the first query of an unnamed origin."""
         if state is None:
             state = self.new_state(())
         assert isinstance(state, LowRankState)
-        wire = self.wire_format(tensor.shape, tensor.dtype)
+        wire = self.wire_format(tensor.shape, dtype or tensor.dtype)
         data = wire.allocate(tensor.device)
         if not data.numel():
             return Payload(wire, data)
         left, right = wire.unpack(data)
-        # Contiguous, because the rounding of a matrix product depends on strides.
-        matrix = tensor.contiguous().view(message_matrix(tensor.shape)).float()
-        basis, _ = torch.linalg.qr(matrix @ self._query(state, matrix, left.shape[1]))
+        matrix = _matrix(tensor).float()
+        query = self._query(state, (right.shape[0], right.shape[1]), matrix.device)
         # What the receiver multiplies is the basis as it travels: project onto that, so that rounding it is seen here.
-        left.copy_(basis)
-        factor = matrix.t() @ left.float()
-        scale = _balance(factor) if left.dtype == torch.float16 else None
-        right.copy_(factor if scale is None else factor / scale)
-        if scale is not None:
-            left.mul_(scale)
+        left.copy_(orthonormal_basis(first_factor(matrix, query[None]))[0])
+        factor = second_factor(matrix, left.float()[None])
+        # A tensor that is not finite must not spoil the start of those after it, and neither must one whose projection
+        # could leave fp32, which goes out as not finite. No branch: that would wait for the device.
+        finite = surely_finite(factor)
         if self.warm_start:
-            # A non-finite tensor must not spoil the start of those after it. No branch: that would wait for the device.
-            state.query = torch.where(torch.isfinite(factor).all(), factor, torch.zeros_like(factor))
+            state.query = masked(factor, finite, 0.0)[0]
+        factor = masked(factor, finite, torch.nan)[0]
+        if left.dtype == torch.float16:
+            exponent = _balance(factor)
+            factor = factor * powers_of_two.power(-exponent)
+            left.mul_(powers_of_two.power(exponent))
+        right.copy_(factor)
         return Payload(wire, data)
 
     def decode(self, payload: Payload) -> torch.Tensor:
         if not payload.data.numel():
             return payload.data.new_empty(payload.wire.shape, dtype=payload.wire.dtype)
         left, right = payload.wire.unpack(payload.data)
-        return (left.float() @ right.float().t()).to(payload.wire.dtype).view(payload.wire.shape)
+        left, right = left.float(), right.float()
+        if payload.wire.dtype == torch.float32:
+            return (left @ right).view(payload.wire.shape)
+        decoded = left.new_empty((left.shape[0], right.shape[1]), dtype=payload.wire.dtype)
+        for rows in blocks(decoded.shape[0], decoded.shape[1], decoded.device):
+            decoded[rows] = left[rows] @ right
+        return decoded.view(payload.wire.shape)
 
-    def _query(self, state: LowRankState, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """columns x rank."""
-        shape = (matrix.shape[1], rank)
+    def residual(self, total: torch.Tensor, payload: Payload, out: torch.Tensor | None = None) -> torch.Tensor:
+        if payload.wire.dtype != torch.float32 or not payload.data.numel():
+            return what_is_left(total, self.decode(payload), out)  # with the rounding of what arrives
+        left, right = (part.float()[None] for part in payload.wire.unpack(payload.data))
+        into = None if out is None else _matrix(out)
+        residual = leave_out(_matrix(total), left, right, into)
+        clear_unless(surely_finite(right), residual)
+        return residual.view(total.shape)
+
+    def _query(self, state: LowRankState, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """rank x columns."""
         if not self.warm_start:
-            return state.draw(shape, matrix.device)
-        first = state.first(shape, matrix.device)
-        if rank == shape[0] or state.query is None or state.query.shape != shape:
+            return state.draw(shape, device)
+        first = state.first(shape, device)
+        if shape[0] == shape[1] or state.query is None or state.query.shape != shape:
             return first  # at full rank every orthonormal query sees all of the matrix: nothing to warm up
-        return warm_query(state.query.to(matrix.device), first)
+        return warm_query(state.query.to(device), first)
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a batch of one matrix. Contiguous, because the rounding of a matrix product depends on strides."""
+    return tensor.contiguous().view(1, *message_matrix(tensor.shape))
 
 
 def _balance(factor: torch.Tensor) -> torch.Tensor:
-    """A power of two that brings a factor's largest element, divided, and 1, multiplied, to the same size.
+    """Of a power of two that brings a factor's largest element, divided, and 1, multiplied, to the same size.
 
     fp16 reaches from 6e-8 to 65504 only, and activation gradients can be smaller or larger than that.
     """
-    largest = torch.linalg.vector_norm(factor, ord=math.inf)
-    exponent = torch.round(torch.log2(largest) / 2).clamp(-12, 12)
-    return torch.exp2(torch.where(torch.isfinite(exponent), exponent, 0.0))
+    return (powers_of_two.exponent(factor.abs().amax()) >> 1).clamp(-12, 12)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, wire_dtype
+from optimus_cc.compression.codec import CodecState, Part, Payload, WireFormat, what_is_left, wire_dtype
 from optimus_cc.wire_size import Blocks, top_k_blocks, top_k_entries
 
 _INDEX_OFFSET = 2**15
@@ -55,8 +55,10 @@ class TopK:
         parts = (Part("values", (entries,), sent), Part("indices", (entries,), torch.int16))
         return WireFormat(tuple(shape), dtype, parts, summable=False)
 
-    def encode(self, tensor: torch.Tensor, state: CodecState | None = None) -> Payload:
-        wire = self.wire_format(tensor.shape, tensor.dtype)
+    def encode(
+        self, tensor: torch.Tensor, state: CodecState | None = None, dtype: torch.dtype | None = None
+    ) -> Payload:
+        wire = self.wire_format(tensor.shape, dtype or tensor.dtype)
         data = wire.allocate(tensor.device)
         if not data.numel():
             return Payload(wire, data)
@@ -80,6 +82,9 @@ class TopK:
                     1, chosen.view(blocks.count, -1), values[place].to(wire.dtype).view(blocks.count, -1)
                 )
         return tensor.view(wire.shape)
+
+    def residual(self, total: torch.Tensor, payload: Payload, out: torch.Tensor | None = None) -> torch.Tensor:
+        return what_is_left(total, self.decode(payload), out)
 
 
 def _runs(wire: WireFormat) -> Iterator[tuple[Blocks, slice]]:

@@ -65,7 +65,7 @@ class LinksConfig:
 
 @strict
 class CodecsConfig:
-    """Throughput of encoding and decoding, by codec, rank and shape. One process."""
+    """Throughput of encoding and decoding, by codec, rank and shape, and what error memories add. One process."""
 
     name: Literal["codecs"] = "codecs"
     shapes: Annotated[tuple[tuple[PositiveInt, PositiveInt], ...], Field(min_length=1)] | None = None

@@ -110,6 +110,15 @@ def test_codecs(tmp_path: Path) -> None:
         assert row["logical_bytes"] == 8 * 16 * 4
         assert row["rank"] * 24 * 4 - 6 < row["wire_bytes"] <= row["rank"] * 24 * 4
     assert "low_rank" in output
+    paths = ("message", "gradients", "torch_hook", "alternating")
+    assert [(row["path"], row["rank"]) for row in result["memory_paths"]] == [(p, r) for r in (1, 2) for p in paths]
+    assert all(row["per_products"]["value"] > 0 for row in result["memory_paths"])
+    for row in result["bases"]:
+        assert row["orthogonality"] < 1e-5
+        # A column that is zero makes Gram-Schmidt divide by zero; the two that are used bear it.
+        assert row["basis"] == "gram_schmidt" or row["norm_without_full_rank"] < 1 + 1e-5
+    assert "torch_hook" in output
+    assert "cholesky" in output
     assert not (folder.path / "conf").exists()
 
 

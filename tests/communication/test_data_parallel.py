@@ -166,7 +166,7 @@ def test_it_trains_and_replicas_stay_equal(
 
 
 def _against_double_precision(config: RunConfig, num_steps: int) -> dict[str, float]:
-    """Largest relative differences from PowerSGD as its paper writes it, over a few steps of random gradients."""
+    """Largest relative differences from PowerSGD, each rank's own factor in its memory, for some random gradients."""
     trainer = built(config)
     replicas = dist.get_world_size()
     rank = config.technique.sc.codec.rank  # type: ignore[union-attr]
@@ -188,9 +188,9 @@ def _against_double_precision(config: RunConfig, num_steps: int) -> dict[str, fl
         finalize(trainer)
         out, state = gradients(trainer), trainer.attachment.state_dict()
         for _, reduction in groups:
-            for batch in reduction._batches:
+            for batch in reduction._factors._batches:
                 for name, first in zip(batch._names, batch._first, strict=True):
-                    queries.setdefault(name.removeprefix("0."), first.double())
+                    queries.setdefault(name.removeprefix("0."), first.double().T)
         for name, gradient in local.items():
             everyones = gathered(gradient)
             if name not in queries:
@@ -204,7 +204,7 @@ def _against_double_precision(config: RunConfig, num_steps: int) -> dict[str, fl
             q = mean.T @ p
             assert q.shape[1] == min(rank, *mean.shape)
             for i, delta in enumerate(deltas):
-                errors[f"{name}.{i}"] = delta - p @ q.T
+                errors[f"{name}.{i}"] = delta - p @ (p.T @ delta)  # by its own factor, not by the mean
             queries[name] = q / q.norm(dim=0)
             memories = gathered(state[f"sc.memory.0.{name}"])
             worst["out"] = max(worst["out"], far(out[name], p @ q.T))
@@ -443,29 +443,6 @@ def test_sums_stay_sums(ranks: RankPool) -> None:
     for size in (2, 3):
         layout = {"data_parallel_size": size}
         assert max(ranks.run(size, _summed, tiny(layout, sc(**FULL)), tiny(layout))) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_what_is_applied_and_what_is_kept_is_what_there_was(dtype: torch.dtype, scale: float) -> None:
-    """The rounding of a half-precision bucket is kept too."""
-    from optimus_cc.communication.data_parallel import _Batch
-
-    codec = tiny("dp2", sc(2)).technique.sc.codec
-    assert codec.name == "low_rank"
-    generator = torch.Generator().manual_seed(1)
-    views = {f"w{i}": torch.zeros(24, 16, dtype=dtype) for i in range(3)}
-    batch = _Batch(views, scale, codec, feedback=True, seed=0)
-    total = torch.zeros(3, 24, 16)
-    for step in range(4):
-        for view in views.values():
-            view.copy_(torch.randn(24, 16, generator=generator))
-        total += torch.stack(list(views.values())).float()
-        batch.apply(batch.second(batch.project(step)))
-        total -= torch.stack(list(views.values())).float() / scale
-        memory = torch.stack([batch.state_dict()[f"memory.{name}"] for name in views])
-        assert torch.allclose(memory, total, atol=1e-5)
-        assert float(total.norm()) > 1
 
 
 def _refusal(config: RunConfig, technique: TechniqueConfig) -> str:

@@ -168,7 +168,8 @@ def keep_what_was_encoded() -> None:
     original = CompressedStream.remember
 
     def remember(this: Any) -> None:
-        kept = this._unremembered
+        # A copy: what is encoded is the memory itself, or the gradient, and not something of the layer's own.
+        kept = this._unremembered and this._unremembered[0].clone()
         original(this)
         this.kept = kept
 
@@ -189,16 +190,16 @@ def keep_what_was_decoded() -> None:
 
 
 def keep_the_gradients() -> None:
-    from optimus_cc.communication import data_parallel
+    from optimus_cc.communication import power_sgd
 
-    original = data_parallel._Batch._delta
+    original = power_sgd.Batch._delta
 
     def delta(this: Any) -> torch.Tensor:
         this.kept = original(this)
         kept: torch.Tensor = this.kept
         return kept
 
-    setattr(data_parallel._Batch, "_delta", delta)  # noqa: B010
+    setattr(power_sgd.Batch, "_delta", delta)  # noqa: B010
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_rounding_of_the_basis_on_the_wire_is_seen_by_the_second_factor(wire_dty
     codec = LowRank(5, wire_dtype=wire_dtype)  # type: ignore[arg-type]
     payload = codec.encode(matrix, codec.new_state(("test",)))
     left, right = payload.wire.unpack(payload.data)
-    torch.testing.assert_close(right, (matrix.t() @ left.float()).to(right.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(right, (left.float().t() @ matrix).to(right.dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CODECS)
