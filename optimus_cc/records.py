@@ -7,16 +7,16 @@ JSON has no NaN and no infinity. Here a non-finite float is written as the strin
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import math
 import os
-import stat
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from optimus_cc.files import open_regular
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEMPORARY_NUMBERS = itertools.count()
@@ -68,7 +68,7 @@ def replace_file(path: Path, content: str) -> None:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None if the file is missing, unreadable or something else."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             value = from_json(file.read())
     except (OSError, ValueError):
         return None
@@ -99,7 +99,7 @@ class JsonLinesTail:
     def new_records(self) -> list[dict[str, Any]]:
         """Complete records since the last call; lines that aren't JSON objects are skipped."""
         try:
-            with _open(self.path) as file:
+            with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
                     self._offset = 0  # the file was replaced or cut
                 file.seek(self._offset)
@@ -114,7 +114,7 @@ class JsonLinesTail:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Complete records of a file, first to last."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             for line in file:
                 if line.endswith(b"\n") and (record := _record(line)) is not None:
                     yield record
@@ -130,7 +130,7 @@ def json_lines_from_end(path: Path, most_bytes: float = math.inf) -> Iterator[di
     """
     block, rest, ended = 64 * 1024, b"", False
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             size = start = file.seek(0, os.SEEK_END)
             while start > 0 and size - start < most_bytes:
                 end, start = start, max(0, start - block)
@@ -154,19 +154,6 @@ def last_json_line(path: Path, **wanted: Any) -> dict[str, Any] | None:
         if all(record.get(key) == value for key, value in wanted.items()):
             return record
     return None
-
-
-def _open(path: Path) -> BinaryIO:
-    """A file for reading; what isn't one is an OSError: a pipe that nobody writes to would be waited for."""
-    return open(path, "rb", opener=_regular)
-
-
-def _regular(path: str, flags: int) -> int:
-    file = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "not a file", path)
-    return file
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from optimus_cc.files import open_regular
+
 _INDEX = ".metadata"
 _INDEX_NAMES = {
     "collections.OrderedDict",
@@ -59,5 +61,5 @@ def check_index(checkpoint: Path) -> None:
     Raises:
         pickle.UnpicklingError: it holds something else than an index does.
     """
-    with (checkpoint / _INDEX).open("rb") as file:
+    with open_regular(checkpoint / _INDEX) as file:
         _IndexUnpickler(file).load()
