@@ -114,6 +114,13 @@ class SelectiveStageCompression:
             state |= reduction.state_dict()
         return state
 
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What :meth:`state_dict` may hold on this rank, with shapes."""
+        kept: dict[str, tuple[int, ...]] = {"steps": ()}
+        for _, reduction in self.groups:
+            kept |= reduction.kept()
+        return kept
+
     def load_state_dict(self, state: State) -> None:
         """Continue from ``state``; what it does not hold starts afresh."""
         self.steps = int(state.get("steps", 0))
@@ -176,6 +183,9 @@ class FactoredReduction:
 
     def state_dict(self) -> State:
         return {name: value for batch in self._batches for name, value in batch.state_dict().items()}
+
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for batch in self._batches for name, shape in batch.kept().items()}
 
     def load_state_dict(self, state: State) -> None:
         for batch in self._batches:
@@ -265,6 +275,17 @@ class _Batch:
             if self._query is not None:
                 state[f"query.{name}"] = self._query[index]
         return state
+
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What :meth:`state_dict` may hold, with shapes."""
+        memory, query = self.left_shape[1], self.right_shape[1:]
+        kept: dict[str, tuple[int, ...]] = {}
+        for name in self._names:
+            if self._feedback:
+                kept[f"memory.{name}"] = (memory, query[0])
+            if self._warm_start:
+                kept[f"query.{name}"] = query
+        return kept
 
     def load_state_dict(self, state: State) -> None:
         self._memory = self._stacked(state, "memory", self._gradients[0].shape) if self._feedback else None
