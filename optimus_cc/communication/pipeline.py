@@ -185,13 +185,14 @@ class CompressedP2PCommunicator(P2PCommunicator):
         if self.technique.compress_forward:
             sends += [("forward", stage) for stage in stages if stage < size * chunks - 1]
         kept: dict[str, tuple[int | None, ...]] = {}
+        hidden: int | None = getattr(self.config, "hidden_size", None)
         for direction, boundary in sends:
             stream = self._new_stream(f"{direction}.{boundary}")
             if stream.feedback:
-                kept[f"{direction}.{boundary}.memory"] = (None, None, self.config.hidden_size)
+                kept[f"{direction}.{boundary}.memory"] = (None, None, hidden)
             if stream.state is not None:
                 kept[f"{direction}.{boundary}.codec.draws"] = ()
-                kept[f"{direction}.{boundary}.codec.query"] = (self.config.hidden_size, None)
+                kept[f"{direction}.{boundary}.codec.query"] = (hidden, None)
         return kept
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -238,9 +238,11 @@ class Checkpoints:
             CheckpointError: what there is can't be loaded.
         """
         notes: list[str] = []
+        tried = False
         for found in self._agree_on(lambda: checkpoints.all_in(self._folder)):
             problem = self._damage(found)
             if problem is None:
+                tried = True
                 try:
                     rest, words = self.restore(trainer, found)
                 except CheckpointError as error:
@@ -250,7 +252,7 @@ class Checkpoints:
                     return rest, [*notes, f"going on from step {found.step}", *words]
             self._sound[found.step] = False
             notes.append(f"the checkpoint of step {found.step} is skipped: {problem}")
-        if any("loaded" in note for note in notes):
+        if tried:  # and half loaded, perhaps
             trainer.start_over()
         if (source := self._config.training.resume_from) is None:
             return None, notes

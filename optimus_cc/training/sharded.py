@@ -73,7 +73,7 @@ def load(
 
 
 def _load(wanted: dict[str, Any], place: Path, stored: Mapping[str, torch.dtype | None]) -> dict[str, Any]:
-    absent, wanted = extract_matching_values(wanted, lambda value: _is_absent_momentum(value, stored))
+    _, wanted = extract_matching_values(wanted, lambda value: _is_absent_momentum(value, stored))
     dict_list_map_inplace(lambda value: _named_as_stored(value, stored), wanted)
     # Under a name of its own, apart from the plain values in the checkpoint, which Megatron-core lays it over.
     found: dict[str, Any] = dist_checkpointing.load({"wanted": wanted}, str(place))["wanted"]
@@ -154,6 +154,10 @@ def _set_optimizer(optimizer: Any, loaded: Mapping[Any, Any], step: int) -> None
         if one.optimizer is None:
             continue  # this rank has no parameters of its kind
         part = loaded if len(optimizers) == 1 else loaded[index]
+        # With torch's Adam, Megatron-core's distributed optimizer expects each parameter's step among the shards, where
+        # it isn't, and leaves one tensor that all parameters would count in.
+        states = one.optimizer.state
+        steps = {key: torch.as_tensor(values.pop("step")) for key, values in states.items() if "step" in values}
         if "param_state" in part:
             one.load_parameter_state_from_fully_reshardable(part["param_state"])
         else:
@@ -161,9 +165,8 @@ def _set_optimizer(optimizer: Any, loaded: Mapping[Any, Any], step: int) -> None
         for group in one.optimizer.param_groups:
             if "step" in group:  # some count for each group,
                 group["step"] = step
-        for values in one.optimizer.state.values():
-            if "step" in values:  # and some for each parameter
-                values["step"] = torch.full_like(torch.as_tensor(values["step"]), step)
+        for key, before in steps.items():  # and some for each parameter
+            states[key]["step"] = torch.full_like(before, step)
 
 
 def _set_plain(one: Any, part: Mapping[str, Any]) -> None:
