@@ -15,7 +15,7 @@ import yaml
 
 from analysis.columns import SCHEMA, TABLES
 from optimus_cc.files import read_bytes
-from optimus_cc.records import from_json, read_json_object
+from optimus_cc.records import from_json, is_record, read_json_object
 from optimus_cc.runs import RunFolder, traffic_per_step
 
 Rows = dict[str, list[Any]]
@@ -207,7 +207,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 records.append(from_json(line))
             except ValueError:
                 continue
-    yield from (record for record in records if isinstance(record, dict))
+    yield from filter(is_record, records)
 
 
 def _traffic(run_id: str, summary: Mapping[str, Any]) -> Rows:

@@ -19,6 +19,8 @@ from typing import Any
 from optimus_cc.files import open_regular
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LARGEST_STEP = 2**53
+_LARGEST_INTEGER = 2**1000
 _TEMPORARY_NUMBERS = itertools.count()
 
 
@@ -97,7 +99,7 @@ class JsonLinesTail:
         self._offset = 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Complete records since the last call; lines that aren't JSON objects are skipped."""
+        """Complete records since the last call; lines that aren't one (:func:`is_record`) are skipped."""
         try:
             with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
@@ -163,7 +165,25 @@ def _record(line: bytes) -> dict[str, Any] | None:
         value = from_json(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    return value if is_record(value) and _is_moderate(value) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a JSON value can be a record: an object whose ``step`` and ``kind``, where it has them, are a whole
+    number from 0 on and text. A reader can rely on that, and on nothing else."""
+    if not isinstance(value, dict):
+        return False
+    step, kind = value.get("step", 0), value.get("kind", "")
+    return type(step) is int and 0 <= step < _LARGEST_STEP and isinstance(kind, str)
+
+
+def _is_moderate(value: Any) -> bool:
+    """Whether a float can hold all its numbers."""
+    if isinstance(value, dict):
+        return all(map(_is_moderate, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_moderate, value))
+    return not isinstance(value, int) or abs(value) < _LARGEST_INTEGER
 
 
 def _plain(value: Any) -> Any:
