@@ -20,6 +20,7 @@ import pandas as pd
 from analysis.columns import TABLES, empty
 from analysis.convert import to_frame
 from analysis.read import Found, codec_rows, is_settled, read, stamp
+from optimus_cc.files import check_regular, read_text
 from optimus_cc.records import read_json_object
 from optimus_cc.runs import BENCHMARKS, RunFolder, folders_in
 
@@ -187,8 +188,9 @@ def _joined(table: str, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 def _load_table(path: Path, table: str) -> pd.DataFrame:
     types = {name: column.dtype for name, column in TABLES[table].items()}
     if path.suffix == ".csv":
-        found = pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), dtype=types)
+        found = pd.read_csv(io.StringIO(read_text(path)), dtype=types)
     else:
+        check_regular(path)
         found = pd.read_parquet(path)
     if list(found) != list(types):
         raise ValueError(f"{path} has other columns")

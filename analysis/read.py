@@ -14,7 +14,8 @@ import orjson
 import yaml
 
 from analysis.columns import SCHEMA, TABLES
-from optimus_cc.records import from_json, read_json_object
+from optimus_cc.files import read_bytes
+from optimus_cc.records import from_json, is_record, read_json_object
 from optimus_cc.runs import RunFolder, traffic_per_step
 
 Rows = dict[str, list[Any]]
@@ -108,7 +109,7 @@ def read(folder: RunFolder, mark: str | None) -> Found:
 
 def _config(path: Path) -> dict[str, Any] | None:
     try:
-        value = yaml.load(path.read_bytes(), _LOADER)  # a safe loader
+        value = yaml.load(read_bytes(path), _LOADER)  # a safe loader
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -193,9 +194,7 @@ def _records(path: Path, run_id: str) -> tuple[Rows, Rows]:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Like :func:`optimus_cc.records.read_json_lines`, many lines at once; non-finite numbers stay strings."""
     try:
-        if not path.is_file():
-            return
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError:
         return
     lines = data[: data.rfind(b"\n") + 1].splitlines()
@@ -208,7 +207,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 records.append(from_json(line))
             except ValueError:
                 continue
-    yield from (record for record in records if isinstance(record, dict))
+    yield from filter(is_record, records)
 
 
 def _traffic(run_id: str, summary: Mapping[str, Any]) -> Rows:

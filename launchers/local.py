@@ -22,6 +22,7 @@ from launchers.supervise import Stop, last_lines, supervise, threads_of_each
 from optimus_cc import checkpoints, disk_budget, process
 from optimus_cc.claims import Claim, claim
 from optimus_cc.config import ConfigError, Problem, RunConfig
+from optimus_cc.files import open_regular
 from optimus_cc.records import JsonLinesTail
 from optimus_cc.runs import HEARTBEAT_S, RunCancelled, RunFailed, RunFolder, RunPreempted
 
@@ -372,7 +373,7 @@ class _Echo:
 
     def copy(self) -> None:
         """Show the complete lines since the last call."""
-        with contextlib.suppress(OSError), self._log.open("rb") as file:
+        with contextlib.suppress(OSError), open_regular(self._log) as file:
             file.seek(self._offset)
             data = file.read()
             end = data.rfind(b"\n") + 1

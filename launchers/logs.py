@@ -11,6 +11,7 @@ from pathlib import Path
 from launchers.status import NothingFound, look, step_of
 from launchers.supervise import printable
 from optimus_cc import process
+from optimus_cc.files import open_regular
 from optimus_cc.runs import RunFolder, folders_in
 
 POLL_S = 0.5
@@ -122,7 +123,7 @@ class _Tail:
         """The last lines that are not empty, the one that has no end yet among them if wanted; few if lines are
         long."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 self._file = _identity(file.fileno())
                 size = file.seek(0, os.SEEK_END)
                 start = max(0, size - max(64 * 1024, min(400 * count, _MOST_BYTES)))
@@ -138,7 +139,7 @@ class _Tail:
     def new_lines(self) -> list[str]:
         """Those that were finished since."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if (now := _identity(file.fileno())) != self._file or file.seek(0, os.SEEK_END) < self._offset:
                     self._file, self._offset = now, 0
                 file.seek(self._offset)

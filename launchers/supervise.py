@@ -20,6 +20,7 @@ from typing import IO
 
 from launchers.processes.preloaded import Forked, Lender, Line, Started, can_fork
 from optimus_cc import process
+from optimus_cc.files import open_regular
 from optimus_cc.process import EXIT_PREEMPTED, Failure
 from optimus_cc.runs import RunCancelled, RunFailed, RunPreempted
 
@@ -456,7 +457,7 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
 
 def _read_from(path: Path, offset: int) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             return file.read().decode("utf-8", errors="replace")
     except OSError:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc import checkpoints, ownership, provenance
+from optimus_cc.files import read_text
 from optimus_cc.ownership import STALE_S, Held, Ownership
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import from_json, replace_file, to_json
@@ -230,7 +231,7 @@ def _code_has_changed(folder: RunFolder) -> tuple[str, ...]:
     """Record the code that is about to run where it isn't the one that queued the run; a note that says so."""
     code, then = provenance.code_version(), _made_by(folder)
     try:
-        diff = folder.diff_path.read_text(encoding="utf-8", errors="replace")
+        diff = read_text(folder.diff_path, errors="replace")
     except OSError:
         diff = ""
     if (code.commit, code.dirty, code.diff) == (then.commit, then.dirty, diff):

@@ -18,6 +18,8 @@ import socket
 import time
 from pathlib import Path
 
+from optimus_cc.files import open_regular, read_bytes
+
 HEARTBEAT_S = 10.0
 """An owner renews its file, and a running run its status, at least this often."""
 STALE_S = 120.0
@@ -102,7 +104,7 @@ def declare_over(folder: Path, pid: int, host: str) -> None:
 def holder_here(folder: Path) -> int | None:
     """Process on this host that holds the folder's lock right now; None if none does, or it can't be told which."""
     try:
-        with (folder / LOCK).open("rb") as file:
+        with open_regular(folder / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -165,7 +167,7 @@ def _make(path: Path) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes()[:300].decode(errors="replace")
+        return read_bytes(path)[:300].decode(errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -194,5 +196,5 @@ def _is_over(path: Path, lock: int, locked: bool) -> bool:
 
 def _renewed_ns(path: Path) -> int:
     """When a file was renewed; opened for it, because network file systems answer from memory otherwise."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return os.fstat(file.fileno()).st_mtime_ns

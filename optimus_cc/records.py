@@ -7,18 +7,20 @@ JSON has no NaN and no infinity. Here a non-finite float is written as the strin
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import math
 import os
-import stat
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from optimus_cc.files import open_regular
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LARGEST_STEP = 2**53
+_LARGEST_INTEGER = 2**1000
 _TEMPORARY_NUMBERS = itertools.count()
 
 
@@ -68,7 +70,7 @@ def replace_file(path: Path, content: str) -> None:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file holds; None if the file is missing, unreadable or something else."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             value = from_json(file.read())
     except (OSError, ValueError):
         return None
@@ -97,9 +99,9 @@ class JsonLinesTail:
         self._offset = 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Complete records since the last call; lines that aren't JSON objects are skipped."""
+        """Complete records since the last call; lines that aren't one (:func:`is_record`) are skipped."""
         try:
-            with _open(self.path) as file:
+            with open_regular(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
                     self._offset = 0  # the file was replaced or cut
                 file.seek(self._offset)
@@ -114,7 +116,7 @@ class JsonLinesTail:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Complete records of a file, first to last."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             for line in file:
                 if line.endswith(b"\n") and (record := _record(line)) is not None:
                     yield record
@@ -130,7 +132,7 @@ def json_lines_from_end(path: Path, most_bytes: float = math.inf) -> Iterator[di
     """
     block, rest, ended = 64 * 1024, b"", False
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             size = start = file.seek(0, os.SEEK_END)
             while start > 0 and size - start < most_bytes:
                 end, start = start, max(0, start - block)
@@ -156,19 +158,6 @@ def last_json_line(path: Path, **wanted: Any) -> dict[str, Any] | None:
     return None
 
 
-def _open(path: Path) -> BinaryIO:
-    """A file for reading; what isn't one is an OSError: a pipe that nobody writes to would be waited for."""
-    return open(path, "rb", opener=_regular)
-
-
-def _regular(path: str, flags: int) -> int:
-    file = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "not a file", path)
-    return file
-
-
 def _record(line: bytes) -> dict[str, Any] | None:
     if not line:
         return None
@@ -176,7 +165,25 @@ def _record(line: bytes) -> dict[str, Any] | None:
         value = from_json(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    return value if is_record(value) and _is_moderate(value) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a JSON value can be a record: an object whose ``step`` and ``kind``, where it has them, are a whole
+    number from 0 on and text. A reader can rely on that, and on nothing else."""
+    if not isinstance(value, dict):
+        return False
+    step, kind = value.get("step", 0), value.get("kind", "")
+    return type(step) is int and 0 <= step < _LARGEST_STEP and isinstance(kind, str)
+
+
+def _is_moderate(value: Any) -> bool:
+    """Whether a float can hold all its numbers."""
+    if isinstance(value, dict):
+        return all(map(_is_moderate, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_moderate, value))
+    return not isinstance(value, int) or abs(value) < _LARGEST_INTEGER
 
 
 def _plain(value: Any) -> Any:

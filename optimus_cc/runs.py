@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from optimus_cc import ownership
+from optimus_cc.files import read_text
 from optimus_cc.ownership import HEARTBEAT_S as HEARTBEAT_S
 from optimus_cc.ownership import STALE_S
 from optimus_cc.provenance import utc_now
@@ -190,7 +191,7 @@ class RunFolder:
         import yaml
 
         try:
-            value = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            value = yaml.safe_load(read_text(self.config_path))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
         return value if isinstance(value, dict) else None

@@ -21,6 +21,7 @@ from optimus_cc.config.run import RunConfig
 from optimus_cc.config.technique import SelectiveStageCompressionConfig
 from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE, BpeTokenizerConfig, HuggingFaceTokenizerConfig
 from optimus_cc.exposure import Message, stages_to_compress
+from optimus_cc.files import read_text
 from optimus_cc.gradient_buckets import gradient_buckets
 from optimus_cc.stage_parameters import StageParameters, Weight, stage_parameters
 from optimus_cc.wire_size import mean_nbytes, message_matrix
@@ -169,7 +170,7 @@ def vocabulary_size(config: RunConfig) -> int:
     if isinstance(tokenizer, BpeTokenizerConfig):
         return tokenizer.vocabulary_size
     if isinstance(tokenizer, HuggingFaceTokenizerConfig):
-        content = json.loads((Path(tokenizer.path) / "tokenizer.json").read_text(encoding="utf-8"))
+        content = json.loads(read_text(Path(tokenizer.path) / "tokenizer.json"))
         added = {token["content"] for token in content.get("added_tokens", [])}
         vocabulary = content["model"]["vocab"]  # a mapping, or for unigram models a list of pairs
         known = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}

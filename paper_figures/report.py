@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from optimus_cc.files import read_text
 from paper_figures.build import Made, cell, markdown, printed
 from paper_figures.data import Data
 from paper_figures.verdicts import WORDS, Verdict
@@ -97,7 +98,7 @@ def _number(value: Any) -> str:
 
 def _config(folder: Path) -> str:
     try:
-        return (folder / "config.yaml").read_text(encoding="utf-8")
+        return read_text(folder / "config.yaml")
     except (OSError, ValueError):
         return ""
 

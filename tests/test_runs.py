@@ -35,6 +35,7 @@ from optimus_cc.records import (
 )
 from optimus_cc.runs import RunBusy, RunCancelled, RunConflict, RunFailed, RunFolder, Status, traffic_per_step
 from tests.configurations import tiny
+from tests.records import NO_RECORDS
 
 ROOT = Path(__file__).resolve().parents[1]
 GARBAGE = [
@@ -129,6 +130,21 @@ def test_tail_reads_each_record_once(tmp_path: Path) -> None:
     assert tail.new_records() == []
     path.write_text('{"step": 5}\n')
     assert tail.new_records() == [{"step": 5}]
+
+
+@pytest.mark.parametrize("odd", NO_RECORDS, ids=lambda odd: str(odd)[:40])
+def test_what_is_no_record_is_no_reader_s_business(odd: dict[str, Any], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    good = [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2, 3)]
+    tail = JsonLinesTail(folder.metrics_path)
+    for record in (good[0], odd, good[1], good[2], odd):
+        folder.append_metrics(record)
+    assert list(folder.metrics()) == good
+    assert tail.new_records() == good
+    assert folder.latest("train") == good[2]
+    folder.cut_metrics(2, last={"kind": "resume", "step": 2})
+    assert list(folder.metrics()) == [*good[:2], {"kind": "resume", "step": 2}]
+    assert len(folder.metrics_path.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("padding", [10, 10_000, 300_000])

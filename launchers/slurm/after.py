@@ -18,6 +18,7 @@ from optimus_cc.config import RunConfig
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.parallel import ParallelConfig
+from optimus_cc.files import read_text
 
 _WORDS = ("null", "true", "false", "nan", "inf")
 """What Hydra does not take for text."""
@@ -50,10 +51,10 @@ def wait_for_all(folder: Path) -> None:
     if not job.exists():
         return
     lists = sorted(folder.glob("array_*.runs"))
-    ids = [record.id_path(runs).read_text().strip() for runs in lists]
+    ids = [read_text(record.id_path(runs)).strip() for runs in lists]
     found = [record.read(run) for runs in lists for run in record.read_runs(runs)]
     ids += [one.job_id for one in found if one is not None and one.job_id is not None]
-    commands.wait_for(job.read_text().strip(), ids)
+    commands.wait_for(read_text(job).strip(), ids)
 
 
 def evaluated_layout(config: RunConfig) -> ParallelConfig:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from optimus_cc.files import read_text
 from optimus_cc.records import read_json_object, replace_file, to_json
 from optimus_cc.runs import SCHEDULER_RECORD, RunFolder
 
@@ -40,7 +41,7 @@ class Record:
         if self.job_id is not None:
             return self.job_id
         try:
-            return f"{id_path(Path(self.runs)).read_text().strip()}_{self.index}"
+            return f"{read_text(id_path(Path(self.runs))).strip()}_{self.index}"
         except OSError:
             return None
 
@@ -56,7 +57,7 @@ def write_runs(runs: Path, folders: Sequence[RunFolder]) -> None:
 
 
 def read_runs(runs: Path) -> list[RunFolder]:
-    return [RunFolder(line) for line in runs.read_text(encoding="utf-8").splitlines()]
+    return [RunFolder(line) for line in read_text(runs).splitlines()]
 
 
 def path(folder: RunFolder) -> Path:

@@ -18,6 +18,7 @@ from optimus_cc.communication.embedding import FusedEmbeddingSync
 from optimus_cc.communication.gradient_sync import BucketGroupSync, Restore, bucket_groups, undo
 from optimus_cc.communication.pipeline import CompressedP2PCommunicator
 from optimus_cc.communication.probe import Probe
+from optimus_cc.communication.state import OWNER, check, owner
 from optimus_cc.communication.traffic import ByteCount, TrafficMeter
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.technique import TechniqueConfig
@@ -70,26 +71,33 @@ class Attachment:
         self.meter.check()
         return self.meter.take()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Error memories, warm-started queries and the step count of this rank."""
+    def state_dict(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """Error memories, warm-started queries and the step count of this rank, and whose they are.
+
+        Args:
+            copy: false gives the tensors that the next step changes, for somebody who writes them before it.
+        """
         state = self._communicator.state_dict() if self._communicator else {}
         if self._factored is not None:
             state |= {f"{_SC_PREFIX}{key}": value for key, value in self._factored.state_dict().items()}
-        return state
+        if state:
+            state[OWNER] = owner()
+        return {key: value.detach().clone() for key, value in state.items()} if copy else state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Continue from ``state``; what it does not hold starts afresh.
 
         Raises:
-            ValueError: it holds what this plan does not keep.
+            ValueError: it holds what this plan does not keep on this rank. Nothing is changed then.
         """
-        factored = {key.removeprefix(_SC_PREFIX): v for key, v in state.items() if key.startswith(_SC_PREFIX)}
-        rest = {key: value for key, value in state.items() if not key.startswith(_SC_PREFIX)}
-        unknown = (rest if self._communicator is None else {}) | (factored if self._factored is None else {})
-        if unknown:
-            raise ValueError(f"this plan keeps no such state, but was given {sorted(unknown)}")
+        kept = self._communicator.kept() if self._communicator else {}
+        if self._factored is not None:
+            kept |= {f"{_SC_PREFIX}{key}": shape for key, shape in self._factored.kept().items()}
+        check(state, kept)
+        own = {key: value for key, value in state.items() if key != OWNER}
+        factored = {key.removeprefix(_SC_PREFIX): v for key, v in own.items() if key.startswith(_SC_PREFIX)}
         if self._communicator is not None:
-            self._communicator.load_state_dict(rest)
+            self._communicator.load_state_dict({k: v for k, v in own.items() if not k.startswith(_SC_PREFIX)})
         if self._factored is not None:
             self._factored.load_state_dict(factored)
 
@@ -101,7 +109,7 @@ class Attachment:
 
 def attach(
     technique: TechniqueConfig,
-    model: Sequence[torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
     seed: int = 0,
     meter: TrafficMeter | None = None,
@@ -113,7 +121,7 @@ def attach(
 
     Args:
         technique: what is compressed and how.
-        model: the chunks of this rank, as given to Megatron-core's forward-backward function.
+        model: the chunks of this rank, or the only one, as given to Megatron-core's forward-backward function.
         seed: keys the codecs' private random generators; the same on every rank.
         meter: an already observing meter; by default a new one starts to observe.
         split_over_tensor_parallel: each tensor-parallel rank sends its share of the rows of a stage-to-stage message,
@@ -122,6 +130,8 @@ def attach(
     Raises:
         ValueError: the plan can't work in this layout, or would compress nothing.
     """
+    if isinstance(model, torch.nn.Module):
+        model = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
     config = get_model_config(model[0])
     layout = _layout(config, split_over_tensor_parallel)
     problems = [*layout.message_problems(), *technique.problems(layout)]

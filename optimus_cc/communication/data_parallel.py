@@ -105,6 +105,13 @@ class SelectiveStageCompression:
             state |= reduction.state_dict()
         return state
 
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What :meth:`state_dict` may hold on this rank, with shapes."""
+        kept: dict[str, tuple[int, ...]] = {"steps": ()}
+        for _, reduction in self.groups:
+            kept |= reduction.kept()
+        return kept
+
     def load_state_dict(self, state: State) -> None:
         """Continue from ``state``; what it does not hold starts afresh."""
         self.steps = int(state.get("steps", 0))
@@ -150,6 +157,9 @@ class FactoredReduction:
 
     def state_dict(self) -> State:
         return self._factors.state_dict()
+
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        return self._factors.kept()
 
     def load_state_dict(self, state: State) -> None:
         self._factors.load_state_dict(state)

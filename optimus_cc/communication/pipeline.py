@@ -175,6 +175,26 @@ class CompressedP2PCommunicator(P2PCommunicator):
             for key, value in stream.state_dict().items()
         }
 
+    def kept(self) -> dict[str, tuple[int | None, ...]]:
+        """What :meth:`state_dict` may hold on this rank, with shapes as :func:`.state.check` takes them."""
+        if not self.technique.enabled:
+            return {}
+        size, rank, chunks = self.pp_group.size(), self.pp_group.rank(), self.virtual_pipeline_model_parallel_size or 1
+        stages = [chunk * size + rank for chunk in range(chunks)]
+        sends = [("backward", stage - 1) for stage in stages if stage > 0]
+        if self.technique.compress_forward:
+            sends += [("forward", stage) for stage in stages if stage < size * chunks - 1]
+        kept: dict[str, tuple[int | None, ...]] = {}
+        hidden: int | None = getattr(self.config, "hidden_size", None)
+        for direction, boundary in sends:
+            stream = self._new_stream(f"{direction}.{boundary}")
+            if stream.feedback:
+                kept[f"{direction}.{boundary}.memory"] = (None, None, hidden)
+            if stream.state is not None:
+                kept[f"{direction}.{boundary}.codec.draws"] = ()
+                kept[f"{direction}.{boundary}.codec.query"] = (hidden, None)
+        return kept
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._streams.clear()
         by_stream: dict[str, dict[str, torch.Tensor]] = {}
@@ -187,13 +207,16 @@ class CompressedP2PCommunicator(P2PCommunicator):
     def _stream(self, name: str) -> CompressedStream:
         """The messages of one direction ("backward", "forward") across one virtual boundary."""
         if name not in self._streams:
-            direction, boundary = name.split(".")
-            self._streams[name] = CompressedStream(
-                codec=self._codec,
-                state=self._codec.new_state((self._seed, "cb", direction, int(boundary))),
-                feedback=direction == "backward" and self.technique.lazy_error_propagation,
-            )
+            self._streams[name] = self._new_stream(name)
         return self._streams[name]
+
+    def _new_stream(self, name: str) -> CompressedStream:
+        direction, boundary = name.split(".")
+        return CompressedStream(
+            codec=self._codec,
+            state=self._codec.new_state((self._seed, "cb", direction, int(boundary))),
+            feedback=direction == "backward" and self.technique.lazy_error_propagation,
+        )
 
     # -- what travels --------------------------------------------------------------------------------------------
 

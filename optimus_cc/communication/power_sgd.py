@@ -91,6 +91,10 @@ class PowerSgd:
     def state_dict(self) -> State:
         return {name: value for batch in self._batches for name, value in batch.state_dict().items()}
 
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What :meth:`state_dict` may hold, with shapes."""
+        return {name: shape for batch in self._batches for name, shape in batch.kept().items()}
+
     def load_state_dict(self, state: State) -> None:
         for batch in self._batches:
             batch.load_state_dict(state)
@@ -182,6 +186,17 @@ class Batch:
             if self._query is not None:
                 state[f"query.{name}"] = transposed(self._query[index])
         return state
+
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What :meth:`state_dict` may hold, with shapes."""
+        rows, (_, rank, columns) = self.left_shape[1], self.right_shape
+        kept: dict[str, tuple[int, ...]] = {}
+        for name in self._names:
+            if self._feedback:
+                kept[f"memory.{name}"] = (rows, columns)
+            if self._warm_start:
+                kept[f"query.{name}"] = (columns, rank)
+        return kept
 
     def load_state_dict(self, state: State) -> None:
         queries = (self.right_shape[2], self.right_shape[1])

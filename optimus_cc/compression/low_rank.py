@@ -71,7 +71,7 @@ class LowRankState:
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.draws = int(state["draws"])
+        self.draws = int(state.get("draws", 0))
         query = state.get("query")
         self.query = None if query is None else transposed(query)
 

@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from optimus_cc.files import open_regular
+
 _WINDOW_BYTES = 2**20
 _NUM_WINDOWS = 64
 
@@ -21,7 +23,7 @@ def fingerprint(path: str | Path) -> dict[str, Any]:
         OSError: if the file can't be read.
     """
     digest = hashlib.sha256()
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, 2)
         last = max(0, size - _WINDOW_BYTES)
         whole = size <= _NUM_WINDOWS * _WINDOW_BYTES

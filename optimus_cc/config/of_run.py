@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from optimus_cc.config.errors import ConfigError, Problem, closest
+from optimus_cc.files import read_text
 
 TASKS = ("evaluate", "export")
 """Those that work on a run."""
@@ -95,7 +96,7 @@ def _task(composed: Mapping[str, Any]) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(Problem("run", str(path), f"a run's configuration ({reason})", "check the folder")) from None

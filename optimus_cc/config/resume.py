@@ -8,6 +8,8 @@ from typing import Any
 
 from optimus_cc import checkpoints
 from optimus_cc.config.errors import Problem
+from optimus_cc.config.model import padded_vocabulary_size
+from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE
 
 _KEY = "training.resume_from"
 _MUST_AGREE = (("model", None), ("optimizer", "name"), ("training", "global_batch_size"))
@@ -35,14 +37,27 @@ def resume_problems(path: str, science: Mapping[str, Any], steps: int) -> Iterat
         return
     if found.step >= steps:
         yield Problem(_KEY, path, f"a checkpoint before training.steps = {steps}", f"training.steps={2 * found.step}")
-    theirs = (found.manifest() or {}).get("scientific", {})
+    theirs = (found.manifest() or {"scientific": {}})["scientific"]
+    sizes = [_padded_vocabulary(one.get("tokenizer")) for one in (science, theirs)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        allowed = f"a checkpoint of a model with a vocabulary padded to {sizes[0]}; its own is {sizes[1]}"
+        yield Problem(_KEY, path, allowed, "the same tokenizer")
     for group, key in _MUST_AGREE:
         ours = science[group] if key is None else science[group][key]
-        other = theirs.get(group) if key is None else theirs.get(group, {}).get(key)
+        other = theirs.get(group)
+        if key is not None:
+            other = other.get(key) if isinstance(other, Mapping) else None
         if ours != other:
             name = group if key is None else f"{group}.{key}"
             value = _difference(other, ours) if isinstance(other, Mapping) else other
             yield Problem(_KEY, path, f"a checkpoint made with the same {name}; its own is {value}", f"the same {name}")
+
+
+def _padded_vocabulary(tokenizer: Any) -> int | None:
+    """As far as a tokenizer's settings tell."""
+    settings = tokenizer if isinstance(tokenizer, Mapping) else {}
+    size = GPT2_VOCABULARY_SIZE if settings.get("name") == "gpt2" else settings.get("vocabulary_size")
+    return padded_vocabulary_size(size) if isinstance(size, int) else None
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

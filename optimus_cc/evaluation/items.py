@@ -12,6 +12,7 @@ from typing import Any
 
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.evaluation import EvaluationConfig
+from optimus_cc.files import open_regular
 from optimus_cc.training.documents import read_json_lines
 from optimus_cc.training.errors import DataError
 
@@ -105,7 +106,7 @@ def read(path: Path, task: str) -> list[Row]:
     check, looks_like = SCHEMAS.get(task, (lambda row: None, _ANY_ROW))
     rows: list[Row] = []
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_row(line, check, f"{path}, line {number}", looks_like))

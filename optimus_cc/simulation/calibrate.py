@@ -19,6 +19,7 @@ import numpy as np
 from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig, LinkConfig
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.schema import changed
+from optimus_cc.files import open_regular_text
 from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.measured import Sample, parts
 from optimus_cc.simulation.plan import StepPlan, plan
@@ -216,7 +217,7 @@ def ring_inside(folder: str | Path, link: LinkConfig) -> LinkConfig:
     for path in sorted(Path(folder).glob("gpus_*.csv")):
         try:
             ranks = int(path.stem.partition("_")[2])
-            with path.open(encoding="utf-8-sig", newline="") as file:
+            with open_regular_text(path, encoding="utf-8-sig", newline="") as file:
                 read = [(float(row["bytes"]), float(row["time_ns"]) / 1e9) for row in csv.DictReader(file)]
             if ranks < 2 or not read or not all(0 < value < math.inf for row in read for value in row):
                 raise ValueError("two ranks or more, and rows of finite numbers above 0")

@@ -14,6 +14,7 @@ from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.run import RunConfig, load
 from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE
+from optimus_cc.files import open_regular_text
 
 COLUMNS = (
     "gpus",
@@ -53,7 +54,7 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
         ConfigError: columns are missing, or a row makes no sense.
     """
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        with open_regular_text(path, encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(

@@ -7,7 +7,7 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -100,6 +100,41 @@ def seed_everything(seed: int) -> None:
     np.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def random_state(backend: Backend) -> dict[str, Any]:
+    """Of Python, numpy, torch and Megatron-core on this rank, as tensors and plain values."""
+    from megatron.core import tensor_parallel
+
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            cached,
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(backend.device) if backend.is_cuda else None,
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_random_state(state: dict[str, Any], backend: Backend) -> None:
+    """Put back what :func:`random_state` gave."""
+    from megatron.core import tensor_parallel
+
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if backend.is_cuda:
+        torch.cuda.set_rng_state(state["cuda"], backend.device)
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def is_installed(module: str) -> bool:

@@ -13,27 +13,21 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import logging
 import os
 import pickle
-import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as megatron_strategies
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -41,22 +35,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
-from optimus_cc.communication.gradient_sync import unwrapped
 from optimus_cc.config import RunConfig
+from optimus_cc.files import open_regular
 from optimus_cc.provenance import utc_now
-from optimus_cc.records import from_json, replace_file, to_json
-from optimus_cc.training.backend import Backend
+from optimus_cc.records import from_json, to_json
+from optimus_cc.training import sharded
+from optimus_cc.training.backend import Backend, random_state, set_random_state
 from optimus_cc.training.loop import Trainer
-from optimus_cc.training.optimizer import parts_of
-from optimus_cc.training.safe_loading import check_index, weights_only
+from optimus_cc.training.safe_loading import read_index, weights_only
 
-_CONTENT = {
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-    "distrib_optim_sharding_type": "fully_reshardable",
-}
-"""How Megatron-core lays out what it saves."""
-_SHARDED = (ShardedTensor, ShardedTensorFactory)
+_LOGGER = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -73,7 +61,9 @@ _FAILURES = (
     CheckpointingException,
     CheckpointException,
 )
-"""What torch and Megatron-core raise when they can't write or read a checkpoint."""
+"""What torch and Megatron-core raise when they can't write a checkpoint."""
+_NOT_ITS_FAULT = (torch.OutOfMemoryError, MemoryError, dist.DistError)
+"""What may be raised while a checkpoint is loaded, and says nothing about it."""
 
 
 class Checkpoints:
@@ -94,6 +84,10 @@ class Checkpoints:
         self._backend = backend
         self._heartbeat = heartbeat
         self._saved_at = time.monotonic()
+        self._sound: dict[int, bool] = {}
+        """Of checkpoints by step, as far as this process knows: whether they can be gone on from."""
+        self._stuck: set[Path] = set()
+        """What could not be removed, and was told so."""
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -114,27 +108,37 @@ class Checkpoints:
             CheckpointError: it could not be written; those before it are as they were.
         """
         step = trainer.step
-        partial = checkpoints.partial_path(self._folder, step)
         final = checkpoints.path_of(self._folder, step)
+        partial: Path | None = None
         try:
-            self._once(lambda: self._make_room(partial, Checkpoint(final, step)))
-            self._write(trainer, rest, partial)
-            self._once(lambda: self._publish(partial, final))
+            self._once(lambda: self._make_room(Checkpoint(final, step)))
+            partial = self._agree_on(lambda: checkpoints.partial_path(self._folder, step))
+            assert partial is not None
+            place = partial
+            self._once(lambda: place.mkdir())
+            self._write(trainer, rest, place)
+            self._once(lambda: self._publish(place, final))
         except _FAILURES as error:
-            with contextlib.suppress(OSError):
+            if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._told(step, error)) from error
         self._saved_at = time.monotonic()
         self._heartbeat()
+        self._sound[step] = True
+        self._remove_old()
 
     def _write(self, trainer: Trainer, rest: dict[str, Any], place: Path) -> None:
-        state: dict[str, Any] = _sharded_state(trainer)
+        state: dict[str, Any] = sharded.to_save(trainer.model, trainer.optimizer)
         state["scheduler"] = trainer.scheduler.state_dict()
         rank_file = io.BytesIO()
-        mine = {"random": _random_state(self._backend), "compressors": trainer.attachment.state_dict(), **rest}
+        # Not a copy of it: error memories can be as large as the gradients.
+        compressors = trainer.attachment.state_dict(copy=False)
+        mine = {"random": random_state(self._backend), "compressors": compressors, **rest}
         torch.save(mine, rank_file)
         self._check_space(state, rank_file.getbuffer().nbytes)
-        dist_checkpointing.save(state, str(place), sharded_strategy=_InProcess(), content_metadata=dict(_CONTENT))
+        dist_checkpointing.save(
+            state, str(place), sharded_strategy=_InProcess(), content_metadata=dict(sharded.CONTENT)
+        )
         self._heartbeat()
         (place / _rank_file(self._backend.rank)).write_bytes(rank_file.getbuffer())
         dist.barrier(group=self._backend.control_group)
@@ -150,7 +154,7 @@ class Checkpoints:
                 "torch": torch.__version__,
                 "files": files,
             }
-            replace_file(place / checkpoints.MANIFEST, to_json(manifest, indent=1) + "\n")
+            checkpoints.write_manifest(place, manifest)
 
     def _describe(self, place: Path) -> dict[str, dict[str, int]]:
         """Sizes and checksums of all files, now surely on the disk; each rank looks at its share."""
@@ -169,7 +173,7 @@ class Checkpoints:
 
     def _check_space(self, state: dict[str, Any], rank_file_nbytes: int) -> None:
         """A disk that is too small is better noticed before the writing than in the middle of it."""
-        shards = (value for value in nested_values(state) if isinstance(value, _SHARDED))
+        shards = (value for value in nested_values(state) if isinstance(value, sharded.SHARDED))
         mine = sum(shard.data.nbytes for shard in shards if is_main_replica(shard.replica_id)) + rank_file_nbytes
         total = torch.tensor([mine])
         dist.all_reduce(total, group=self._backend.control_group)
@@ -177,18 +181,44 @@ class Checkpoints:
         if free < needed:
             raise OSError(f"no space left: it takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
 
-    def _make_room(self, partial: Path, final: Checkpoint) -> None:
+    def _make_room(self, final: Checkpoint) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         checkpoints.remove_partial(self._folder)
-        if final.path.exists():  # of an attempt that was not gone on with
-            checkpoints.remove(final)
-        partial.mkdir()
+        if final.path.exists() or final.path.is_symlink():  # of an attempt that was not gone on with
+            with contextlib.suppress(OSError):
+                checkpoints.remove(final)
+            if final.path.exists():
+                raise OSError(f"{final.path.name}, which can't be used, can't be removed either")
 
     def _publish(self, partial: Path, final: Path) -> None:
         partial.rename(final)
         _sync(self._folder)
-        for old in checkpoints.all_in(self._folder)[self._config.training.checkpoint.keep_last :]:
+
+    def _remove_old(self) -> None:
+        """Remove what is older than the newest ones that can be gone on from; a newer one that can't stays for now.
+
+        What was written or loaded by this process is known to be sound; others are read once.
+        """
+        kept = 0
+        for found in self._agree_on(lambda: checkpoints.all_in(self._folder)):
+            if kept >= self._config.training.checkpoint.keep_last:
+                if self._backend.rank == 0:
+                    self._remove(found)
+            else:
+                kept += self._is_sound(found)
+
+    def _is_sound(self, found: Checkpoint) -> bool:
+        if found.step not in self._sound:
+            self._sound[found.step] = self._damage(found) is None
+        return self._sound[found.step]
+
+    def _remove(self, old: Checkpoint) -> None:
+        try:
             checkpoints.remove(old)
+        except OSError as error:
+            if old.path not in self._stuck:
+                _LOGGER.warning("the old checkpoint %s can't be removed: %s; training goes on", old.path, error)
+            self._stuck.add(old.path)
 
     def _told(self, step: int, error: BaseException) -> str:
         last = checkpoints.newest(self._folder)
@@ -207,31 +237,33 @@ class Checkpoints:
         Raises:
             CheckpointError: what there is can't be loaded.
         """
-        found, notes = self.newest()
-        source = self._config.training.resume_from
-        if found is None and source is not None:
-            found = self._agree_on(lambda: checkpoints.at(Path(source)))
-            if found is None:
-                raise CheckpointError(f"training.resume_from: there is no checkpoint {source}")
-            if damage := self._damage(found):
-                raise CheckpointError(f"training.resume_from: {source} can't be used: {damage}")
-        if found is None:
-            return None, notes
-        own = found.path.parent == self._folder
-        rest, words = self.restore(trainer, found)
-        notes.append(f"going on from step {found.step}{'' if own else f' of {found.path}'}")
-        # What another run has counted is not this one's.
-        return rest if own else None, [*notes, *words]
-
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint whose files are all as they were written, and a line about each that is not."""
-        words: list[str] = []
+        notes: list[str] = []
+        tried = False
         for found in self._agree_on(lambda: checkpoints.all_in(self._folder)):
-            damage = self._damage(found)
-            if damage is None:
-                return found, words
-            words.append(f"the checkpoint of step {found.step} is skipped: {damage}")
-        return None, words
+            problem = self._damage(found)
+            if problem is None:
+                tried = True
+                try:
+                    rest, words = self.restore(trainer, found)
+                except CheckpointError as error:
+                    problem = str(error)
+                else:
+                    self._sound[found.step] = True
+                    return rest, [*notes, f"going on from step {found.step}", *words]
+            self._sound[found.step] = False
+            notes.append(f"the checkpoint of step {found.step} is skipped: {problem}")
+        if tried:  # and half loaded, perhaps
+            trainer.start_over()
+        if (source := self._config.training.resume_from) is None:
+            return None, notes
+        other = self._agree_on(lambda: checkpoints.at(Path(source)))
+        if other is None:
+            raise CheckpointError(f"training.resume_from: there is no checkpoint {source}")
+        if damage := self._damage(other):
+            raise CheckpointError(f"training.resume_from: {source} can't be used: {damage}")
+        _, words = self.restore(trainer, other)
+        # What another run has counted is not this one's.
+        return None, [*notes, f"going on from step {other.step} of {other.path}", *words]
 
     def _damage(self, found: Checkpoint) -> str | None:
         """Why a checkpoint can't be used; ranks read a share of its files each."""
@@ -253,31 +285,38 @@ class Checkpoints:
         Raises:
             CheckpointError: it can't be loaded.
         """
-        mine: dict[str, Any] | None = None
         differences = self._differences(found)
-        try:
-            check_index(found.path)
+        mine: dict[str, Any] | None = None
+        stored: dict[str, torch.dtype | None] = {}
+
+        def look() -> None:
+            nonlocal mine, stored
+            stored = read_index(found.path)
+            if not differences:
+                with weights_only(), open_regular(found.path / _rank_file(self._backend.rank)) as file:
+                    mine = dict(torch.load(file, weights_only=True, map_location="cpu"))
+
+        def load() -> None:
             with weights_only():
-                state = _sharded_state(trainer, is_loading=True)
-                loaded = dist_checkpointing.load(state, str(found.path))
-                if not differences:
-                    mine = torch.load(found.path / _rank_file(self._backend.rank), weights_only=True)
-        except _FAILURES as error:
-            raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {_root(error)}") from error
-        self._heartbeat()
-        for index, chunk in enumerate(trainer.model):
-            _load_chunk(unwrapped(chunk), loaded[f"model{index}"])
-        _load_optimizer(trainer.optimizer, loaded["optimizer"])
-        trainer.scheduler.load_state_dict(loaded["scheduler"])
+                sharded.load(trainer.model, trainer.optimizer, found.path, stored, found.step)
+
+        def take() -> None:
+            if mine is None:
+                return
+            set_random_state(mine.pop("random"), self._backend)
+            device = self._backend.device
+            compressors = {key: value.to(device) for key, value in mine.pop("compressors").items()}
+            trainer.attachment.load_state_dict(compressors)
+
+        for part in (look, load, take):
+            self._together(part, found)
         trainer.step = found.step
-        if mine is None:
+        trainer.scheduler.step(increment=found.step - trainer.scheduler.num_steps)
+        if differences:
             return None, [
                 f"it was made with another {' and '.join(differences)}: model and optimizer go on, resharded as "
                 "needed; error memories, queries and random states start afresh"
             ]
-        _set_random_state(mine.pop("random"), self._backend)
-        device = self._backend.device
-        trainer.attachment.load_state_dict({key: value.to(device) for key, value in mine.pop("compressors").items()})
         return mine, []
 
     def load_model(self, model: Sequence[torch.nn.Module], found: Checkpoint) -> None:
@@ -288,25 +327,36 @@ class Checkpoints:
         """
         if damage := self._damage(found):
             raise CheckpointError(f"the checkpoint {found.path} can't be used: {damage}")
-        try:
-            check_index(found.path)
+
+        def load() -> None:
             with weights_only():
-                loaded = dist_checkpointing.load(_without_objects(_model_state(model)), str(found.path))
-        except _FAILURES as error:
-            raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {_root(error)}") from error
-        self._heartbeat()
-        for index, chunk in enumerate(model):
-            _load_chunk(unwrapped(chunk), loaded[f"model{index}"])
+                sharded.load_model(model, found.path, read_index(found.path))
+
+        self._together(load, found)
 
     def _differences(self, found: Checkpoint) -> list[str]:
         """What of this run isn't as it was when ``found`` was saved, as far as a rank's own state depends on it."""
-        manifest = found.manifest() or {}
-        theirs, ours = manifest.get("scientific", {}), from_json(to_json(self._config.scientific()))
+        manifest = found.manifest() or {"scientific": {}}
+        theirs, ours = manifest["scientific"], from_json(to_json(self._config.scientific()))
         names = {"parallel": "layout", "technique": "technique"}
         differences = [word for group, word in names.items() if theirs.get(group) != ours[group]]
         if manifest.get("world_size") != self._backend.world_size and "layout" not in differences:
             differences.insert(0, "layout")
         return differences
+
+    def _together(self, action: Callable[[], None], found: Checkpoint) -> None:
+        """Let every rank do a part of loading ``found``; if any of them can't, it is an error on all."""
+        problem: str | None = None
+        try:
+            action()
+        except _NOT_ITS_FAULT:
+            raise
+        except Exception as error:  # whatever a file can hold
+            problem = f"{_root(error)}" or type(error).__name__
+        problems = [one for one in self._backend.everyone(problem) if one is not None]
+        self._heartbeat()
+        if problems:
+            raise CheckpointError(f"the checkpoint {found.path} can't be loaded: {problems[0]}")
 
     # -- ranks together ------------------------------------------------------------------------------------------
 
@@ -346,104 +396,6 @@ class _InProcess(megatron_strategies.TorchDistSaveShardedStrategy):
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, overwrite=False),
             planner=megatron_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
-
-
-def _sharded_state(trainer: Trainer, is_loading: bool = False) -> dict[str, Any]:
-    state = _model_state(trainer.model)
-    if is_loading:
-        _fill_optimizer_state(trainer.optimizer)
-    optimizer = trainer.optimizer.sharded_state_dict({**state}, is_loading=is_loading, metadata=dict(_CONTENT))
-    state["optimizer"] = optimizer
-    return _without_objects(state)
-
-
-def _model_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {
-        f"model{index}": _megatron(chunk).sharded_state_dict(metadata=dict(_CONTENT))
-        for index, chunk in enumerate(model)
-    }
-
-
-def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """Without Transformer Engine's extra states: empty unless FP8 is used, and pickled objects if it is."""
-    _, rest = extract_matching_values(state, lambda value: isinstance(value, ShardedObject))
-    plain: dict[str, Any] = rest
-    return plain
-
-
-def _megatron(chunk: torch.nn.Module) -> Any:
-    """The model inside its wrappers, with the methods that Megatron-core gives its modules."""
-    return unwrapped(chunk)
-
-
-def _fill_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter its state, so that there is something to load into; the values are overwritten.
-
-    A step makes it, whatever the optimizer: those of Megatron-core differ in how they would, or can't.
-    """
-    for inner in (one.optimizer for one in parts_of(optimizer)):
-        if inner is None or inner.state:
-            continue
-        parameters = [parameter for group in inner.param_groups for parameter in group["params"] if parameter.numel()]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        for parameter in parameters:
-            parameter.grad = None
-
-
-def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
-    optimizers = parts_of(optimizer)
-    parts = [state] if len(optimizers) == 1 else [state[index] for index in range(len(optimizers))]
-    for one, part in zip(optimizers, parts, strict=True):
-        if one.optimizer is None:
-            continue  # this rank has no parameters of its kind
-        shards = part.pop("param_state", None)
-        one.load_state_dict(part)
-        # With torch's Adam, Megatron-core's distributed optimizer expects each parameter's step among the shards, where
-        # it isn't, and leaves one tensor that all parameters would count in.
-        steps = {key: values.pop("step").clone() for key, values in one.optimizer.state.items() if "step" in values}
-        if shards is not None:
-            one.load_parameter_state_from_fully_reshardable(shards)
-        for key, step in steps.items():
-            one.optimizer.state[key]["step"] = step
-
-
-def _load_chunk(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    result = model.load_state_dict(state, strict=False)
-    missing = [key for key in (*result.missing_keys, *result.unexpected_keys) if not key.endswith("_extra_state")]
-    if missing:
-        raise CheckpointError(f"the checkpoint and the model do not hold the same parameters: {missing[0]}")
-
-
-def _random_state(backend: Backend) -> dict[str, Any]:
-    """Of Python, numpy, torch and Megatron-core on this rank, as tensors and plain values."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            cached,
-        ],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(backend.device) if backend.is_cuda else None,
-        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-
-
-def _set_random_state(state: dict[str, Any], backend: Backend) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if backend.is_cuda:
-        torch.cuda.set_rng_state(state["cuda"], backend.device)
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _rank_file(rank: int) -> str:

@@ -31,6 +31,7 @@ from optimus_cc.config import ConfigError, RunConfig, load
 from optimus_cc.config.data import JsonLinesConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.tokenizer import BpeTokenizerConfig, Gpt2TokenizerConfig
+from optimus_cc.files import read_text
 from optimus_cc.process import let_threads_sleep
 from optimus_cc.training.documents import read_json_lines, read_wikipedia, wikipedia_dump
 from optimus_cc.training.errors import DataError
@@ -87,7 +88,7 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} holds no prepared corpus ({MANIFEST}: {error})") from None
     return content

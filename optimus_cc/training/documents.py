@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from optimus_cc.files import check_regular
 from optimus_cc.training.errors import DataError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _json_type(value: Any) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    check_regular(path)
     if path.suffix == ".gz":
         with gzip.open(path, "rb") as file:
             yield from file

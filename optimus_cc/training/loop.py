@@ -22,7 +22,7 @@ from optimus_cc.communication.attach import Attachment, attach
 from optimus_cc.communication.traffic import TrafficMeter
 from optimus_cc.config import RunConfig
 from optimus_cc.runs import DIVERGED
-from optimus_cc.training.backend import Backend
+from optimus_cc.training.backend import Backend, random_state, set_random_state
 from optimus_cc.training.history import History, perplexity
 from optimus_cc.training.model import build_model
 from optimus_cc.training.optimizer import build_optimizer
@@ -86,11 +86,14 @@ class Trainer:
     scheduler: Any
     attachment: Attachment
     padded_vocabulary: int
+    began_with: dict[str, Any] = field(repr=False)
+    """The random state that it was built in."""
     step: int = field(default=0, init=False)
     """Optimizer steps taken."""
 
     @classmethod
     def build(cls, config: RunConfig, backend: Backend, padded_vocabulary: int) -> Trainer:
+        began_with = random_state(backend)
         meter = TrafficMeter.for_megatron()
         meter.observe()
         model = build_model(config, backend, padded_vocabulary)
@@ -105,7 +108,16 @@ class Trainer:
             meter=meter,
             split_over_tensor_parallel=config.parallel.split_over_tensor_parallel,
         )
-        return cls(config, backend, model, optimizer, scheduler, attachment, padded_vocabulary)
+        return cls(config, backend, model, optimizer, scheduler, attachment, padded_vocabulary, began_with)
+
+    def start_over(self) -> None:
+        """Be as :meth:`build` made it, after something has gone wrong half-way. Every rank must call it."""
+        self.attachment.detach()
+        self.model, self.optimizer, self.scheduler = [], None, None  # their memory is needed again
+        set_random_state(self.began_with, self.backend)
+        fresh = self.build(self.config, self.backend, self.padded_vocabulary)
+        self.model, self.optimizer, self.scheduler = fresh.model, fresh.optimizer, fresh.scheduler
+        self.attachment, self.step = fresh.attachment, 0
 
     @property
     def num_parameters(self) -> int:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from optimus_cc.files import open_regular
 
 _INDEX = ".metadata"
 _INDEX_NAMES = {
@@ -53,11 +56,17 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def check_index(checkpoint: Path) -> None:
-    """torch unpickles the index of a distributed checkpoint without restriction; look at it first.
+def read_index(checkpoint: Path) -> dict[str, torch.dtype | None]:
+    """The tensors of a distributed checkpoint: name to type; None for what isn't one.
+
+    torch itself unpickles the index without restriction; call this first.
 
     Raises:
         pickle.UnpicklingError: it holds something else than an index does.
     """
-    with (checkpoint / _INDEX).open("rb") as file:
-        _IndexUnpickler(file).load()
+    with open_regular(checkpoint / _INDEX) as file:
+        entries = _IndexUnpickler(file).load().state_dict_metadata
+    return {
+        name: entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in entries.items()
+    }

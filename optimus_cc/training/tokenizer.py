@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from optimus_cc.config import model
+from optimus_cc.files import read_text
 from optimus_cc.training.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -83,7 +84,7 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            backend = tokenizers.Tokenizer.from_str(read_text(path))
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
         except Exception as error:  # the library raises nothing more specific
@@ -147,7 +148,7 @@ def _eos_token(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        entry: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        entry: Any = json.loads(read_text(path)).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a JSON object ({error})") from None
     if isinstance(entry, dict):  # an added token with its options

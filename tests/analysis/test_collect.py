@@ -16,9 +16,11 @@ import pytest
 from analysis.__main__ import main
 from analysis.collect import Collected, collect, load, save, table_path
 from analysis.columns import TABLES
+from launchers.status import select
 from optimus_cc.config.compose import CONF
 from optimus_cc.runs import RunFolder, Status
 from tests.analysis.run_folders import CLASSES, config_of, write_run
+from tests.records import NO_RECORDS
 
 CB = "technique=cb parallel=pp4_dp2"
 FE = "technique=cb_fe_sc parallel=pp4_dp2"
@@ -267,12 +269,23 @@ def test_folders_of_any_content_are_survived(runs: Path) -> None:
 def test_values_of_other_types_are_missing(runs: Path) -> None:
     folder = write_run(runs, CB)
     folder.metrics_path.unlink()
-    for value in ("fast", True, None, [1], "NaN", "Infinity", 10**400, 3):
-        folder.append_metrics({"kind": "train", "step": value, "loss": value})
+    for step, value in enumerate(("fast", True, None, [1], "NaN", "Infinity", 10**400, 3)):
+        folder.append_metrics({"kind": "train", "step": step, "loss": value})
     frame = collect([runs]).tables["metrics"]
     assert frame["loss"].dropna().tolist() == [math.inf, 3.0]
     assert len(frame) == 8
-    assert frame["step"].dropna().tolist() == [3]
+    assert frame["step"].tolist() == list(range(8))
+
+
+def test_what_is_no_record_changes_no_table_and_no_status(runs: Path) -> None:
+    folder = write_run(runs, CB, probes=True)
+    before, told = collect([runs]).tables, select(runs)
+    for odd in NO_RECORDS[:-2]:  # of those two only the number is lost
+        folder.append_metrics(odd)
+    after = collect([runs]).tables
+    assert select(runs) == told
+    for name in ("metrics", "probes"):
+        pd.testing.assert_frame_equal(before[name], after[name])
 
 
 def test_benchmarks_of_codecs(runs: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from optimus_cc import checkpoints, disk_budget
+from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import ConfigError, RunConfig, load
 from tests.configurations import VOCABULARY, low_rank, tiny
 from tests.ranks import RankFailed, RankPool
@@ -155,6 +156,72 @@ def test_another_layout_goes_on_with_the_same_training(
         assert values[0] < first[0]["records"][0]["loss"] - 0.01, "it went on, it didn't start again"
 
 
+MADE_WITH: list[dict[str, Any]] = [
+    {"precision": precision, "parallel": {"distributed_optimizer": distributed}}
+    for precision in ("fp32", "bf16")
+    for distributed in (False, True)
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("made", MADE_WITH, ids=str)
+def test_optimizer_states_go_from_each_kind_to_each_other(
+    ranks: RankPool, tmp_path: Path, made: dict[str, Any]
+) -> None:
+    """Weights, moments and step, and the first loss after; the schedule and the settings are the new run's."""
+    source = tmp_path / "runs" / "first" / "checkpoints" / "step_00000002"
+    first = ranks.run(2, _state_after, tiny("dp2", steps=2, num_microbatches=1, **made), source.parent)[0]
+    for other in MADE_WITH:
+        optimizer = {"learning_rate": 5e-3, "beta1": 0.8, "warmup_fraction": 0.0, "decay_style": "constant"}
+        config = tiny("dp2", steps=3, num_microbatches=1, resume_from=str(source), optimizer=optimizer, **other)
+        found = ranks.run(2, _state_after, config, tmp_path / "none", False)[0]
+        assert found["settings"] == (5e-3, (0.8, 0.999), 2.0)
+        exact = made["precision"] == other["precision"] or made["precision"] == "bf16"
+        for kind in ("exp_avg", "exp_avg_sq", "weight"):
+            for name, value in first[kind].items():
+                assert torch.equal(found[kind][name], value), (other, kind, name, exact)
+
+
+def _state_after(config: RunConfig, folder: Path, trains: bool = True) -> dict[str, Any]:
+    """What the optimizer holds in full, by name, after training to the end or after going on from ``resume_from``."""
+    from optimus_cc.training import loop
+    from optimus_cc.training.checkpoint import Checkpoints
+    from tests.training_runs import backend_in_world, random_tokens
+
+    backend = backend_in_world(config)
+    trainer = loop.Trainer.build(config, backend, VOCABULARY)
+    saver = Checkpoints(config, folder, backend)
+    saver.resume(trainer)
+    if trains:
+        loop.run(trainer, random_tokens(config), random_tokens(config), lambda _: None, saver=saver)
+    inner = trainer.optimizer.chained_optimizers[0] if hasattr(trainer.optimizer, "chained_optimizers") else None
+    assert inner is not None
+    group, steps = inner.optimizer.param_groups[0], {float(v["step"]) for v in inner.optimizer.state.values()}
+    model = trainer.model[0].module
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name.removeprefix("module.") for parameter, name in names.items()}
+    found: dict[str, Any] = {"settings": (group["lr"], tuple(group["betas"]), *steps)}
+    for kind in ("exp_avg", "exp_avg_sq", "weight"):
+        found[kind] = {name: _full(inner, parameter, kind) for parameter, name in names.items()}
+    return found
+
+
+def _full(inner: Any, parameter: Any, kind: str) -> torch.Tensor:
+    """A parameter's fp32 weight or moment, all of it, whichever optimizer holds it."""
+    if hasattr(inner, "gbuf_ranges"):
+        whole = torch.zeros(parameter.shape).flatten()
+        if parameter in inner.model_param_group_index_map:
+            held = inner._get_main_param_and_optimizer_states(parameter)
+            place = inner._get_model_param_range_map(parameter)["param"]
+            whole[place.start : place.end] = held["param" if kind == "weight" else kind].detach().flatten()
+        torch.distributed.all_reduce(whole)
+        return whole.view(parameter.shape)
+    main = getattr(parameter, "main_param", None)
+    main = parameter if main is None else main
+    value: torch.Tensor = main if kind == "weight" else inner.optimizer.state[main][kind]
+    return value.detach().clone()
+
+
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """A finished run with checkpoints of steps 2 and 4."""
@@ -189,7 +256,32 @@ DAMAGES: dict[str, Any] = {
     "half file": lambda place: _cut(place / "rank_1.pt"),
     "no index": lambda place: (place / ".metadata").unlink(),
     "empty": lambda place: [path.unlink() for path in place.iterdir()],
+    "another value": lambda place: _edit(place, lambda said: said["scientific"]["training"].update(seed=4321)),
+    "null": lambda place: _edit(place, lambda said: said.update(scientific=None)),
+    "null, and no checksum": lambda place: _edit(place, lambda said: said.update(scientific=None), checksum=False),
+    "a pipe": lambda place: _pipe(place / "rank_1.pt"),
+    "a pipe that nobody wrote of": lambda place: os.mkfifo(place / "pipe"),
+    "a device": lambda place: _link(place / "rank_1.pt", "/dev/zero"),
+    "a pipe for a manifest": lambda place: _pipe(place / "manifest.json"),
 }
+
+
+def _edit(place: Path, change: Any, checksum: bool = True) -> None:
+    said = json.loads((place / "manifest.json").read_text())
+    change(said)
+    if not checksum:
+        del said["manifest_crc32"]
+    (place / "manifest.json").write_text(json.dumps(said))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _link(path: Path, to: str) -> None:
+    path.unlink()
+    path.symlink_to(to)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -226,6 +318,101 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(
     assert checkpoints.all_in(folder)[0].problem() is None, "a good one took its place"
 
 
+def test_manifests_from_before_there_was_a_checksum_are_good(two_checkpoints: tuple[RunConfig, Path]) -> None:
+    newest = checkpoints.all_in(two_checkpoints[1])[0]
+    _edit(newest.path, lambda said: None)  # laid out in another way
+    assert newest.problem() is None
+    _edit(newest.path, lambda said: None, checksum=False)
+    assert newest.problem() is None
+
+
+def test_good_checkpoints_do_not_go_in_favour_of_damaged_ones(
+    ranks: RankPool, saved: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    """The newest of two is damaged and the older one is gone: from 0 on, each save keeps what it wrote."""
+    config = saved[0]
+    once = tiny("pp2", low_rank(), steps=4, num_microbatches=2, checkpoint={"interval_steps": 1, "keep_last": 1})
+    place = tmp_path / "checkpoints" / "step_00000009"
+    shutil.copytree(saved[1] / "step_00000004", place)
+    _edit(place, lambda said: said.update(step=9), checksum=False)
+    _flip(place / "__0_0.distcp")
+    results = ranks.run(2, train, once, place.parent, stop_at=2)
+    assert {result["began_at"] for result in results} == {0}
+    assert [found.step for found in checkpoints.all_in(place.parent)] == [9, 2]
+    results = ranks.run(2, train, once, place.parent)
+    assert {result["began_at"] for result in results} == {2}
+    assert [found.step for found in checkpoints.all_in(place.parent)] == [9, 4]
+    assert config.run_id == once.run_id
+
+
+UNLOADABLE: dict[str, Any] = {
+    "no state of a rank": lambda place: torch.save([1], place / "rank_1.pt"),
+    "another index": lambda place: (place / ".metadata").write_bytes(pickle.dumps({})),
+    "an index of something else": lambda place: (place / ".metadata").write_bytes(b"nothing"),
+    "tensors of another shape": lambda place: (place / "__1_0.distcp").write_bytes(b"nothing"),
+}
+
+
+@pytest.mark.parametrize("spoil", UNLOADABLE.values(), ids=UNLOADABLE)
+def test_what_can_not_be_loaded_is_passed_over_as_if_it_were_not_there(
+    ranks: RankPool, saved: tuple[RunConfig, Path], two_checkpoints: tuple[RunConfig, Path], spoil: Any
+) -> None:
+    """With right checksums; the only one left, too: then it is as if the run had just begun."""
+    config, folder = two_checkpoints
+    for step in (4, 2):
+        _spoil(folder / f"step_{step:08d}", spoil)
+    results = ranks.run(2, train, config, folder)
+    assert ["can't be loaded" in note for note in results[0]["notes"]] == [True, True]
+    assert {result["began_at"] for result in results} == {0}
+    resumed = ranks.run(2, train, config, saved[1])
+    for one, other in zip(results, resumed, strict=True):
+        for name, value in other["weights"].items():
+            assert torch.equal(one["weights"][name], value), name
+    assert checkpoints.all_in(folder)[0].problem() is None
+
+
+def _spoil(place: Path, spoil: Any) -> None:
+    manifest = Checkpoint(place, int(place.name[5:])).manifest()
+    assert manifest is not None
+    spoil(place)
+    files = {name: checkpoints.file_record(place / name) for name in manifest["files"]}
+    checkpoints.write_manifest(place, {**manifest, "files": files})
+
+
+def _train_with_stuck_files(config: RunConfig, folder: Path, stuck: str) -> Any:
+    """Nothing in a folder of a name that has ``stuck`` in it can be removed."""
+    real = os.unlink
+
+    def unlink(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path) == stuck:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        real(path, *args, **kwargs)
+
+    os.unlink = unlink
+    return train(config, folder)["ended_at"]
+
+
+def test_what_can_not_be_removed_is_in_nobody_s_way(ranks: RankPool, tmp_path: Path) -> None:
+    config = tiny("single", steps=3, checkpoint={"interval_steps": 1, "keep_last": 1})
+    for step in (1, 2, 3):
+        left = checkpoints.partial_path(tmp_path / "runs", step)
+        left.mkdir(parents=True)
+        (left / "rank_0.pt").touch()
+    assert ranks.run(1, _train_with_stuck_files, config, tmp_path / "runs", "rank_0.pt") == [3]
+    assert [found.step for found in checkpoints.all_in(tmp_path / "runs")] == [3]
+
+
+def test_of_a_linked_checkpoint_the_link_goes(two_checkpoints: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    _, folder = two_checkpoints
+    place = folder / "step_00000002"
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    checkpoints.remove(Checkpoint(place, 2))
+    assert not place.is_symlink()
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+    assert [found.step for found in checkpoints.all_in(folder)] == [4]
+
+
 class _Payload:
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -236,26 +423,27 @@ class _Payload:
 
 @pytest.mark.megatron
 def test_nothing_in_a_checkpoint_is_executed(
-    ranks: RankPool, two_checkpoints: tuple[RunConfig, Path], tmp_path: Path
+    ranks: RankPool, saved: tuple[RunConfig, Path], two_checkpoints: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
     config, folder = two_checkpoints
     place, proof = folder / "step_00000004", tmp_path / "executed"
-    manifest = json.loads((place / "manifest.json").read_text())
+    manifest = Checkpoint(place, 4).manifest()
+    assert manifest is not None
     names = {".metadata", "common.pt", "rank_0.pt"} & manifest["files"].keys()
     assert len(names) >= 2
     for name in sorted(names):
-        good = (place / name).read_bytes()
         if name == ".metadata":
             (place / name).write_bytes(pickle.dumps(_Payload(proof)))
         else:
             torch.save({"random": _Payload(proof)}, place / name)
         record = checkpoints.file_record(place / name)
-        changed = {**manifest, "files": {**manifest["files"], name: record}}
-        (place / "manifest.json").write_text(json.dumps(changed))
-        with pytest.raises(RankFailed, match=r"step_00000004 can't be loaded"):
-            ranks.run(2, train, config, folder)
+        checkpoints.write_manifest(place, {**manifest, "files": {**manifest["files"], name: record}})
+        results = ranks.run(2, train, config, folder)
+        assert "step_00000004 can't be loaded" in results[0]["notes"][0]
+        assert {result["began_at"] for result in results} == {2}
         assert not proof.exists(), name
-        (place / name).write_bytes(good)
+        shutil.rmtree(place)
+        shutil.copytree(saved[1] / place.name, place)
     pickle.loads(pickle.dumps(_Payload(proof)))
     assert proof.exists(), "the payload works"
 
