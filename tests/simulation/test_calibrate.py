@@ -15,6 +15,7 @@ from optimus_cc.simulation.hardware import hardware
 from optimus_cc.simulation.measured import COLUMNS, Sample, configuration, parts, read
 from optimus_cc.simulation.step import price
 from optimus_cc.simulation.trust import is_calibrated, outside
+from optimus_cc.simulation.values import with_values
 from tests.shared import SHARED
 from tests.simulation.configurations import PAPER, changed, composed, needs_measurements
 
@@ -51,7 +52,7 @@ def test_known_hardware_is_found_again() -> None:
         "device.efficiency.kernel_us": 12.0,
         "inter_node.ring_gbit_s": 40.0,
     }
-    measured = fits.Measurements.of(made_up(fits.with_values(cluster(), truth)))
+    measured = fits.Measurements.of(made_up(with_values(cluster(), truth)))
     low_high = {"device.efficiency.kernel_us": (2.0, 40.0), "inter_node.ring_gbit_s": (1.0, 100.0)}
     parameters = [
         fits.Parameter(key, 0.5 if value < 1 else 20.0, *low_high.get(key, (0.3, 0.9))) for key, value in truth.items()
@@ -72,7 +73,7 @@ def test_known_hardware_is_found_again() -> None:
 
 
 def test_fits_stay_within_their_bounds() -> None:
-    measured = fits.Measurements.of(made_up(fits.with_values(cluster(), {"device.efficiency.matmul_bf16": 0.9})))
+    measured = fits.Measurements.of(made_up(with_values(cluster(), {"device.efficiency.matmul_bf16": 0.9})))
     found = fits.fit(measured, cluster(), [fits.Parameter("device.efficiency.matmul_bf16", 0.4, 0.3, 0.5)])
     assert found.device.efficiency.matmul_bf16 == pytest.approx(0.5)
 
@@ -153,7 +154,7 @@ def test_a_number_that_somebody_has_set_is_no_fitted_one() -> None:
 
 
 def test_what_was_fitted_is_what_a_calibration_notes() -> None:
-    measured = fits.Measurements.of(made_up(fits.with_values(cluster(), {"inter_node.ring_gbit_s": 50.0})))
+    measured = fits.Measurements.of(made_up(with_values(cluster(), {"inter_node.ring_gbit_s": 50.0})))
     parameters = [fits.Parameter("inter_node.ring_gbit_s", 20.0, 1.0, 90.0)]
     found = fits.calibrate(measured, cluster(), parameters, folds=2).cluster
     assert found.calibration is not None
@@ -180,7 +181,7 @@ def test_step_times_that_no_fit_has_seen() -> None:
         (seen if index == 0 else unseen).extend(part if index == 0 else part[::6])
     inside, others = fits.Measurements.of(seen, 2), fits.Measurements.of(unseen, 2)
     across = fits.Measurements.of(read(STEP_TIMES / "multi_node.csv", base), 2)
-    begin = fits.with_values(base, {"inter_node.ring_gbit_s": 100.0, "inter_node.p2p_gbit_s": 100.0})  # the line rate
+    begin = with_values(base, {"inter_node.ring_gbit_s": 100.0, "inter_node.p2p_gbit_s": 100.0})  # the line rate
     found = fits.fit(inside, begin, fits.DEVICE)
     assert others.error_percent(found) <= 7.5
     assert across.error_percent(found) <= 12
@@ -202,7 +203,7 @@ def test_the_shipped_cluster_is_as_good_as_its_file_says() -> None:
 def test_the_task_fits_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from optimus_cc.simulation.calibrate_task import calibrate_cluster
 
-    truth = fits.with_values(cluster(), {"inter_node.ring_gbit_s": 30.0, "device.efficiency.matmul_bf16": 0.5})
+    truth = with_values(cluster(), {"inter_node.ring_gbit_s": 30.0, "device.efficiency.matmul_bf16": 0.5})
     lines = [",".join(COLUMNS)]
     for sample in made_up(truth):
         if sample.config.parallel.world_size > 8:
