@@ -40,6 +40,12 @@ class Stated:
         return self.days * _DAY_S / self.steps
 
 
+def asked_step_time_s(days: float, baseline: Stated, warmup_steps: int) -> float:
+    """What a step has to take after ``warmup_steps`` of the baseline's, for as many steps to end in ``days``."""
+    rest = days * _DAY_S - warmup_steps * baseline.step_time_s
+    return rest / (baseline.steps - warmup_steps)
+
+
 FITTED = (
     Stated("gpt_2_5b", "baseline", 14.72, 230_000),
     Stated("gpt_8_3b", "baseline", 37.27, 230_000),
