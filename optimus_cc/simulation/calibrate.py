@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -136,7 +137,8 @@ def fit(measured: Measurements, cluster: ClusterConfig, parameters: Sequence[Par
     def errors(values: np.ndarray) -> np.ndarray:
         relative = np.log(measured.ratios(cluster_of(values))) / _TOLERANCE
         soft: np.ndarray = np.sign(relative) * np.sqrt(2 * (np.sqrt(1 + relative**2) - 1))
-        return weights * soft
+        weighted: np.ndarray = weights * soft
+        return weighted
 
     found = least_squares(
         errors,
@@ -221,6 +223,7 @@ def calibrate(
         held_out += zip(here.samples, map(float, here.ratios(unseeing)), strict=True)
     result = Calibration(fitted, tuple(parameters), error, tuple(errors), tuple(held_out))
     inside, across = (result.held_out_of(across=across) for across in (False, True))
+    ranges: dict[str, Any] = dict(measured_range(measured.samples))
     record = CalibrationRecord(
         source=source,
         fitted=tuple(parameter.key for parameter in parameters),
@@ -232,7 +235,7 @@ def calibrate(
         held_out_inside_percent=None if inside is None else round(inside, 2),
         held_out_across_percent=None if across is None else round(across, 2),
         at_bound=at_bound(fitted, parameters),
-        **measured_range(measured.samples),
+        **ranges,
     )
     return replace(result, cluster=recorded(fitted, record))
 

@@ -15,7 +15,7 @@ from tests.configurations import tiny
 from tests.shared import SHARED
 
 NOTHING = EfficiencyConfig(
-    several_nodes=1.0, kernel_us=0.0, collective_us=0.0, wait_us=0.0, message_us=0.0, step_ms=0.0
+    matmul_depth=300.0, several_nodes=1.0, kernel_us=0.0, collective_us=0.0, wait_us=0.0, message_us=0.0, step_ms=0.0
 )
 """No overheads."""
 needs_measurements = pytest.mark.skipif(

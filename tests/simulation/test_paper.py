@@ -38,7 +38,7 @@ def test_the_shipped_cluster_is_what_the_fit_gives() -> None:
 
 
 def test_the_fit_is_one_of_a_family_and_the_page_shows_it() -> None:
-    """Each member meets the three stated times; messages are anything between a fifth of the line rate and all of it."""
+    """Each member meets the three stated times; messages run at anything from a fifth of the line rate to all of it."""
     found = configs()
     shipped = found["gpt_8_3b", "baseline"].cluster  # type: ignore[attr-defined]
     record = shipped.calibration
