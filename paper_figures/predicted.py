@@ -82,7 +82,13 @@ def faster(
 
 def pretraining_days(data: Data) -> list[dict[str, Any]]:
     """At the effective bandwidth and at the line rate; one of them, if the cluster's file knows no other."""
+    from optimus_cc.simulation.family import spread
+
     found = []
+    for config, _ in data.predict(PRETRAINING):
+        if (over := spread(config)) is not None:
+            which = f"{config.model.name} {config.technique.label}"
+            data.note(f"Predicted, over {over.members} fits that meet the same step times: {which}: {over.sentence}.")
     for bandwidth in (EFFECTIVE, LINE_RATE):
         gains: dict[tuple[str, ...], float] = {
             (config.model.name, config.technique.label): percent

@@ -35,23 +35,29 @@ class EfficiencyConfig:
     """How well software uses a device: fitted by ``task=calibrate``. The defaults are about
     what came out for A100."""
 
-    matmul_fp32: Share = 0.8
+    matmul_fp32: Share = 0.9
     """Share of the peak that a large matrix product reaches, in fp32."""
-    matmul_bf16: Share = 0.8
+    matmul_bf16: Share = 0.9
     """The same in bf16 (or fp16)."""
-    matmul_depth: NonNegativeFloat = 300.0
+    matmul_depth: NonNegativeFloat = 0.0
     """Elements of the summed dimension at which a product reaches half of that: what starting and ending it costs."""
-    memory: Share = 0.9
+    matmul_unaligned: Share = 0.4
+    """Share of that rate that is left when one of a product's dimensions is no multiple of 16 bytes."""
+    memory: Share = 0.95
     """Share of the memory's rate that element-wise operations reach."""
-    kernel_us: NonNegativeFloat = 25.0
+    softmax: Share = 0.6
+    """The same of what is done to attention's scores: mask, softmax, dropout."""
+    several_nodes: Share = 0.9
+    """Share of their speed that passes keep when ranks of several nodes take part: they wait for the slowest."""
+    kernel_us: NonNegativeFloat = 26.5
     """What the host takes to launch one kernel. A device that works faster waits for it."""
-    collective_us: NonNegativeFloat = 40.0
+    collective_us: NonNegativeFloat = 107.0
     """What a collective takes beyond its messages, which are priced by the links."""
-    wait_us: NonNegativeFloat = 20.0
+    wait_us: NonNegativeFloat = 13.0
     """What a host waits, at each tensor-parallel collective, for each other rank of the group."""
-    message_us: NonNegativeFloat = 400.0
+    message_us: NonNegativeFloat = 670.0
     """What a stage-to-stage message takes beyond the link: launching it, and waiting until it is complete."""
-    step_ms: NonNegativeFloat = 1.0
+    step_ms: NonNegativeFloat = 0.0
     """Of each step, whatever it computes: batches, logging, waiting for the host."""
 
 
@@ -93,6 +99,16 @@ class CalibrationRecord:
     """The same on measurements that no fit had seen; null: there are none."""
     held_out: str | None = None
     """Which measurements these are."""
+    held_out_inside_percent: NonNegativeFloat | None = None
+    """The same of those inside one node alone."""
+    held_out_across_percent: NonNegativeFloat | None = None
+    """The same of those over several nodes alone."""
+    at_bound: tuple[str, ...] = ()
+    """Fitted keys that came out as large or as small as the fit allows: what they stand for is not what they say."""
+    family_keys: tuple[str, ...] = ()
+    """Keys whose values can be others, together, while the measured times come out as well."""
+    family: tuple[tuple[float, ...], ...] = ()
+    """Such values, in the order of ``family_keys``: all that follows from one set follows from the others no less."""
     hidden_size: tuple[int, int] | None = None
     """Smallest and largest that was measured; the same below."""
     ranks: tuple[int, int] | None = None

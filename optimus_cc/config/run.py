@@ -208,6 +208,7 @@ class RunConfig:
         for group in (self.model, self.parallel, self.data, self.tokenizer, self.optimizer, self.launcher):
             yield from group.problems()
         yield from self._layout_problems()
+        yield from self._starting_problems()
         yield from of_run.problems(self.run, self.checkpoint)
         if self.task.name == "evaluate" or self.evaluation.after_training:
             yield from self.evaluation.problems()
@@ -223,6 +224,16 @@ class RunConfig:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
         yield from self.simulation.problems(self.task.name, self.parallel, self.cluster)
+
+    def step_problems(self) -> Iterator[Problem]:
+        """Why no step of this configuration could run, wherever and whatever for: for those who make a configuration
+        with ``dataclasses.replace``. All of these are among :meth:`problems`."""
+        for group in (self.model, self.parallel):
+            yield from group.problems()
+        yield from self._layout_problems()
+        yield from self._batch_problems()
+        yield from self.technique.problems(self.parallel)
+        yield from self._technique_problems()
 
     def _layout_problems(self) -> Iterator[Problem]:
         parallel, model = self.parallel, self.model
@@ -269,6 +280,9 @@ class RunConfig:
                 if self.task.name == "simulate"
                 else "choose a smaller layout, or raise cluster.ranks_per_node",
             )
+
+    def _starting_problems(self) -> Iterator[Problem]:
+        """Who would start the ranks, and where."""
         starts_ranks = self.task.name in ("train", "evaluate", "benchmark", "selfcheck")
         if self.launcher.dry_run and self.task.name != "train":
             yield Problem("launcher.dry_run", True, "false with another task than train", "launcher.dry_run=false")

@@ -16,8 +16,16 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 """Rows, columns, and the share of the largest tile's rate: smaller tiles read their operands more often."""
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 30, 60
 """Of a layer of Megatron-LM's own modules, counted roughly."""
-END_KERNELS = 50
+_FUSED_SOFTMAX = 4
+"""Megatron's fused softmax takes micro-batches x heads in multiples of this (``attn_batches % 4`` in its
+``FusedScaleMaskSoftmax.is_kernel_available``); otherwise mask, scale, softmax and casts are kernels of their own:"""
+_UNFUSED_FORWARD_KERNELS, _UNFUSED_BACKWARD_KERNELS = 16, 10
+_ALIGNED_BYTES = 16
+"""What tensor cores load at once: a dimension that ends in between makes a product take a slower way."""
+END_KERNELS = 20
 """The same of a pass through an embedding, or through an output layer and the loss."""
+_QR_S, _QR_COLUMN_S = 50e-6, 4e-6
+"""See :func:`orthogonal_s`. Of a column between 2.4 and 5 microseconds were seen."""
 _SHARPNESS = 3.0
 """How sharply the slower of host and device decides: some kernels of a pass are limited by one, some by the other."""
 
@@ -75,7 +83,10 @@ def matmul_s(hardware: Hardware, rows: int, columns: int, depth: int, itemsize: 
         waves = -(-tiles // hardware.multiprocessors)
         # Tiles of the last wave that are not there take as long as the others.
         best = min(best, waves * hardware.multiprocessors * tile_rows * tile_columns / rate)
-    arithmetic = 2 * best * (depth + hardware.matmul_depth) / hardware.matmul_flops
+    flops = hardware.matmul_flops
+    if any(size * itemsize % _ALIGNED_BYTES for size in (rows, columns, depth)):
+        flops *= hardware.matmul_unaligned
+    arithmetic = 2 * best * (depth + hardware.matmul_depth) / flops
     moved = count * itemsize * (rows * depth + depth * columns + rows * columns)
     return max(arithmetic, moved / hardware.memory)
 
@@ -114,16 +125,19 @@ def layer_s(hardware: Hardware, shape: LayerShape) -> tuple[PassTime, PassTime]:
     )
     scores = batch * sequence * sequence
     dropped = 2 if shape.dropout else 0
-    # Two norms, two residual sums with bias and dropout; heads taken apart and put together; GeLU; softmax.
+    # Two norms, two residual sums with bias and dropout; heads taken apart and put together; GeLU.
     elements: float = (10 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 2 * tokens * ffn
-    elements += (1.5 + dropped) * scores  # causal: half of the scores are read
-    forward += elements * size / hardware.memory
+    forward += elements * size / hardware.memory + (2 + 1.25 * dropped) * scores * size / hardware.softmax
     elements_back: float = (14 + dropped) * shape.norm_tokens * hidden + 4 * tokens * attention + 4 * tokens * ffn
-    elements_back += (2 + dropped) * scores
     accumulated = shape.parameters * (size + 2 * shape.gradient_itemsize)  # of gradients, micro-batch by micro-batch
     backward += (elements_back * size + accumulated) / hardware.memory
+    backward += (3 + 1.25 * dropped) * scores * size / hardware.softmax
+    forward_kernels, backward_kernels = _FORWARD_KERNELS, _BACKWARD_KERNELS
+    if batch % _FUSED_SOFTMAX:
+        forward_kernels += _UNFUSED_FORWARD_KERNELS
+        backward_kernels += _UNFUSED_BACKWARD_KERNELS
     kernel = hardware.kernel_s
-    return PassTime(forward, _FORWARD_KERNELS * kernel), PassTime(backward, _BACKWARD_KERNELS * kernel)
+    return PassTime(forward, forward_kernels * kernel), PassTime(backward, backward_kernels * kernel)
 
 
 @lru_cache(maxsize=4096)
@@ -132,8 +146,8 @@ def attention_s(hardware: Hardware, shape: LayerShape) -> PassTime:
     batch, sequence, width = shape.micro_batch * shape.heads, shape.sequence, shape.head_width
     seconds = matmul_s(hardware, sequence, sequence, width, shape.itemsize, batch)
     seconds += matmul_s(hardware, sequence, width, sequence, shape.itemsize, batch)
-    passes = 4 if shape.dropout else 2
-    seconds += passes * batch * sequence * sequence * shape.itemsize / hardware.memory
+    passes = 4.5 if shape.dropout else 2
+    seconds += passes * batch * sequence * sequence * shape.itemsize / hardware.softmax
     return PassTime(seconds, _FORWARD_KERNELS // 4 * hardware.kernel_s)
 
 
@@ -168,7 +182,16 @@ def low_rank_s(hardware: Hardware, rows: int, columns: int, rank: int, itemsize:
     """
     products = matmul_s(hardware, rows, rank, columns, itemsize) + matmul_s(hardware, columns, rank, rows, itemsize)
     products += matmul_s(hardware, rows, columns, rank, itemsize)
-    # Orthogonalisation of the first factor: two passes of a blocked QR, at the memory's rate.
-    orthogonal = 4 * rows * rank * itemsize * max(1.0, rank / 16) / hardware.memory + 8 * hardware.kernel_s
     passes = 5 if memory else 0
-    return products + orthogonal + passes * rows * columns * itemsize / hardware.memory
+    return products + orthogonal_s(rank) + passes * rows * columns * itemsize / hardware.memory
+
+
+def orthogonal_s(rank: int) -> float:
+    """Making ``rank`` columns orthogonal, by QR: each column waits for the one before, so neither rows nor rates count,
+    up to some thousand rows.
+
+    From published times of ``torch.linalg.qr`` (cuSOLVER, fp32): 53, 60 and 189 microseconds for 16 x 4, 16 x 16 and
+    128 x 32 on H100 (pytorch/pytorch#173788); 74, 112 and 259 for 4096 x 4, 8192 x 8 and 512 x 64
+    (flagos-ai/FlagGems#5586). None of them has 128 columns: what is said of those is a continuation of the line.
+    """
+    return _QR_S + rank * _QR_COLUMN_S

@@ -29,9 +29,15 @@ class Hardware:
     matmul_flops: float
     """Operations a second of a large matrix product, per rank."""
     matmul_depth: float
+    matmul_unaligned: float
+    """Share of that rate that is left when a dimension of a product is not aligned."""
     memory: float
     """Bytes a second of element-wise operations, read and written."""
+    softmax: float
+    """The same of attention's scores: masks, softmax, dropout."""
     multiprocessors: int
+    several_nodes: float
+    """Share of their speed that passes keep when ranks of several nodes take part."""
     kernel_s: float
     collective_s: float
     wait_s: float
@@ -72,8 +78,11 @@ def hardware(cluster: ClusterConfig, precision: str, bandwidth: str) -> Hardware
     return Hardware(
         matmul_flops=flops * 1e12 * share,
         matmul_depth=efficiency.matmul_depth,
+        matmul_unaligned=efficiency.matmul_unaligned,
         memory=device.memory_gbyte_s * 1e9 * efficiency.memory,
+        softmax=device.memory_gbyte_s * 1e9 * efficiency.softmax,
         multiprocessors=device.multiprocessors,
+        several_nodes=efficiency.several_nodes,
         kernel_s=efficiency.kernel_us * 1e-6,
         collective_s=efficiency.collective_us * 1e-6,
         wait_s=efficiency.wait_us * 1e-6,

@@ -33,6 +33,10 @@ COLUMNS = (
 recomputation, 1F1B, messages shared out over tensor-parallel ranks, tied embeddings, GPT-2's vocabulary, dropout."""
 
 
+_SAME = 1.1
+"""By how much two measurements of the same run may differ."""
+
+
 @dataclass(frozen=True)
 class Sample:
     config: RunConfig
@@ -51,7 +55,8 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
     """The step times of a file with :data:`COLUMNS`, as run on as many nodes of ``cluster`` as they need.
 
     Raises:
-        ConfigError: columns are missing, or a row makes no sense.
+        ConfigError: columns are missing, a row makes no sense, or two rows say that the same run took very different
+            times. Rows of the same run that agree are one sample, with their mean.
     """
     try:
         with open_regular_text(path, encoding="utf-8-sig", newline="") as file:
@@ -65,7 +70,7 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
         raise ConfigError(
             Problem("simulation.measured", str(path), f"a CSV file with {', '.join(missing)} and rows", "add them")
         )
-    samples = []
+    samples: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
     for number, row in enumerate(rows, start=2):
         try:
             values = {name: int(row[name]) for name in COLUMNS[:-1]}
@@ -75,13 +80,30 @@ def read(path: str | Path, cluster: ClusterConfig) -> list[Sample]:
             ranks = values["tensor_parallel"] * values["data_parallel"] * values["pipeline_parallel"]
             if ranks != values["gpus"]:
                 raise ValueError(f"gpus is {values['gpus']}, but its layout has {ranks} ranks")
-            samples.append(Sample(configuration(values, cluster), milliseconds / 1e3))
+            sample = Sample(configuration(values, cluster), milliseconds / 1e3)
+            samples.setdefault(tuple(values.values()), []).append((number, sample))
         except (ValueError, TypeError) as error:
             said = str(error).splitlines()[-1].strip()
             raise ConfigError(
                 Problem("simulation.measured", f"{path}, line {number}", f"a row that can be run ({said})", "mend it")
             ) from None
-    return samples
+    return [_mean(str(path), same) for same in samples.values()]
+
+
+def _mean(path: str, same: Sequence[tuple[int, Sample]]) -> Sample:
+    """One sample of all rows that ran the same, which would else be both fitted and held out."""
+    least, most = (choose(same, key=lambda row: row[1].seconds) for choose in (min, max))
+    if most[1].seconds > _SAME * least[1].seconds:
+        raise ConfigError(
+            Problem(
+                "simulation.measured",
+                f"{path}, lines {least[0]} and {most[0]}",
+                f"one time for the same run, or times within {100 * (_SAME - 1):.0f} %: these are "
+                f"{1e3 * least[1].seconds:g} and {1e3 * most[1].seconds:g} ms",
+                "leave the wrong one out, or name what differs in the columns",
+            )
+        )
+    return Sample(same[0][1].config, sum(sample.seconds for _, sample in same) / len(same))
 
 
 def configuration(row: dict[str, int], cluster: ClusterConfig) -> RunConfig:

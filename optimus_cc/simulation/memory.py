@@ -81,7 +81,8 @@ def _activations(plan: StepPlan, rank: int) -> float:
     stages = plan.of_rank(rank)
     layers = stages[0].layers
     whole = _layer_bytes(plan, attention=True)
-    boundary = shape.tokens * shape.hidden * shape.itemsize
+    # A layer's input; sequence parallelism shares it out as it does the norms.
+    boundary = shape.norm_tokens * shape.hidden * shape.itemsize
     kept: float
     if config.training.recompute == "full":
         kept, working = layers * boundary, whole

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from optimus_cc import stage_traffic
+from optimus_cc.config.errors import ConfigError
 from optimus_cc.config.model import padded_vocabulary_size
 from optimus_cc.config.run import RunConfig
 from optimus_cc.gradient_buckets import gradient_buckets
@@ -73,16 +74,24 @@ class StepPlan:
         return [stage for stage in self.stages if stage.traffic.pipeline_rank == rank]
 
 
-def plan(config: RunConfig, gradient_itemsize: int = 4) -> StepPlan:
+def plan(config: RunConfig, gradient_itemsize: int = 4, *, padded: bool = True) -> StepPlan:
     """What one step of ``config`` is made of.
 
     Args:
         gradient_itemsize: bytes in which gradients are kept and reduced; 4 is what training does here.
+        padded: the output layer has as many rows as training here gives it; false: one for each token.
+
+    Raises:
+        ConfigError: no step of it could run.
     """
+    if problems := list(config.step_problems()):
+        raise ConfigError(problems)
     model, parallel, technique = config.model, config.parallel, config.technique
     tp, stages = parallel.tensor_parallel_size, parallel.num_virtual_stages
     tokens = model.sequence_length * config.training.micro_batch_size
-    vocabulary = padded_vocabulary_size(stage_traffic.vocabulary_size(config))
+    vocabulary = stage_traffic.vocabulary_size(config)
+    if padded:
+        vocabulary = padded_vocabulary_size(vocabulary)
     cb = technique.cb
     compression = Compression(
         forward=cb.enabled and cb.compress_forward,

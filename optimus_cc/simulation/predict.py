@@ -83,8 +83,9 @@ def predict(config: RunConfig, *, bandwidth: str | None = None) -> Prediction:
         bandwidth: ``effective`` or ``line_rate``; None: what ``config.simulation.bandwidth`` says.
 
     Raises:
-        ConfigError: the cluster's devices are not known, or the layout doesn't fit into their memory
-            (``simulation.ignore_memory`` predicts it all the same).
+        ConfigError: no step of ``config`` could run, by the same check that a command line goes through; the cluster's
+            devices are not known; or the layout doesn't fit into their memory (``simulation.ignore_memory`` predicts
+            it all the same).
     """
     return predict_plan(plan(config), bandwidth=bandwidth)[0]
 

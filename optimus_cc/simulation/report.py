@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.run import RunConfig
 from optimus_cc.simulation import trust
+from optimus_cc.simulation.family import Spread, spread
 from optimus_cc.simulation.memory import GIB
 from optimus_cc.simulation.plan import plan
 from optimus_cc.simulation.predict import Prediction, baseline_of, predict, predict_plan, speedup_percent
@@ -40,6 +41,8 @@ class Simulated:
     baselines: dict[str, Prediction]
     time: StepTime
     """At the bandwidth that was asked for."""
+    spread: Spread | None
+    """Over all numbers that meet the cluster's measurements as well."""
 
     @property
     def chosen(self) -> Prediction:
@@ -54,6 +57,7 @@ class Simulated:
             "speedup_percent": {name: self.speedup_percent(name) for name in _BOTH},
             "step_time_s": {name: self.predictions[name].step_time_s for name in _BOTH},
             "days": {name: self.predictions[name].days for name in _BOTH},
+            "family": None if self.spread is None else asdict(self.spread),
             "calibrated": trust.is_calibrated(self.config),
             "remarks": list(trust.remarks(self.config)),
         }
@@ -76,7 +80,7 @@ def simulated(config: RunConfig, baselines: dict[str, dict[str, Prediction]] | N
     if key not in known:
         known[key] = {name: predict(plain, bandwidth=name) for name in _BOTH}
     predictions = {name: prediction for name, (prediction, _) in both.items()}
-    return Simulated(config, predictions, known[key], both[config.simulation.bandwidth][1])
+    return Simulated(config, predictions, known[key], both[config.simulation.bandwidth][1], spread(config))
 
 
 def simulate(config: RunConfig) -> dict[str, Any]:
@@ -136,6 +140,10 @@ def table(every: Sequence[Simulated]) -> str:
         lines.append("  ".join(cells).rstrip())
     lines.append("")
     lines += [f"- {remark}" for remark in dict.fromkeys(line for one in every for line in _remarks(one))]
+    for name, one in zip(names, every, strict=True):
+        if one.spread is not None:
+            members = f"over {one.spread.members} fits that meet what was measured"
+            lines.append(f"- {name}, {members}: {one.spread.sentence}.")
     return "\n".join(lines)
 
 

@@ -112,12 +112,15 @@ def price(plan: StepPlan, hardware: Hardware) -> StepTime:
 
 def _passes(plan: StepPlan, hardware: Hardware) -> list[_Pass]:
     """Forward and backward pass of one micro-batch in each virtual stage."""
+    spread = plan.config.parallel.world_size > hardware.ranks_per_node
+    slower = 1 / hardware.several_nodes if spread else 1.0
     known: dict[tuple[bool, bool], _Pass] = {}
     result = []
     for stage in plan.stages:
         key = (stage.first, stage.last)
         if key not in known:
-            known[key] = _pass(plan, hardware, stage)
+            one = _pass(plan, hardware, stage)
+            known[key] = _Pass(slower * one.forward, slower * one.backward, slower * one.tensor_parallel)
         result.append(known[key])
     return result
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from optimus_cc.config.cluster import CalibrationRecord, ClusterConfig
 from optimus_cc.config.run import RunConfig
 from optimus_cc.config.schema import changed
+from optimus_cc.simulation.values import value_of
 from optimus_cc.stage_traffic import vocabulary_size
 
 _SMALL_VOCABULARY = 32_000
@@ -16,14 +17,9 @@ _LARGE_MODEL = 1024
 
 def fitted_values(cluster: ClusterConfig) -> dict[str, float]:
     """The numbers of ``cluster`` that were fitted, by key."""
-    values = {}
-    for key in cluster.calibration.fitted if cluster.calibration else ():
-        node: object = cluster
-        for part in key.split("."):
-            node = getattr(node, part)
-        if isinstance(node, (int, float)):
-            values[key] = float(node)
-    return values
+    keys = cluster.calibration.fitted if cluster.calibration else ()
+    values = {key: value_of(cluster, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def recorded(cluster: ClusterConfig, record: CalibrationRecord) -> ClusterConfig:
@@ -90,6 +86,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
                 f"Mean absolute error of that fit: {record.error_percent:g} % on what it saw. Nothing was held out, so "
                 "there is no number for what it had not seen."
             )
+        if record.at_bound:
+            yield (f"At the bound of what the fit allows, so not what it says: {', '.join(record.at_bound)}.")
         far = outside(config)
         where = "inside" if not far else f"outside, in {', '.join(far)}, of"
         yield f"{config.model.name} in {parallel.label} lies {where} the range that was measured."

@@ -14,7 +14,9 @@ from tests.config.command_line import one
 from tests.configurations import tiny
 from tests.shared import SHARED
 
-NOTHING = EfficiencyConfig(kernel_us=0.0, collective_us=0.0, wait_us=0.0, message_us=0.0, step_ms=0.0)
+NOTHING = EfficiencyConfig(
+    matmul_depth=300.0, several_nodes=1.0, kernel_us=0.0, collective_us=0.0, wait_us=0.0, message_us=0.0, step_ms=0.0
+)
 """No overheads."""
 needs_measurements = pytest.mark.skipif(
     not (SHARED / "data").is_dir(), reason="measured step times are not here: set OPTIMUS_CC_SHARED to their folder"

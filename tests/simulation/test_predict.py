@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from optimus_cc import stage_traffic
 from optimus_cc.config import ConfigError, RunConfig, load
 from optimus_cc.simulation import baseline_of, predict, speedup_percent
 from optimus_cc.simulation.hardware import hardware
-from optimus_cc.simulation.memory import GIB, passes_in_flight
+from optimus_cc.simulation.memory import GIB, memory, passes_in_flight
 from optimus_cc.simulation.plan import plan
 from optimus_cc.simulation.step import price
 from tests.configurations import LAYOUTS, low_rank, tiny
@@ -248,6 +249,127 @@ def test_every_residual_policy_and_direction_is_priced() -> None:
     # gradient gains no more than compressing those of the epilogue.
     assert gains["all"] == pytest.approx(gains["epilogue"], rel=1e-3)
     assert 0 < gains["flush"] < gains["epilogue"] < gains["forward"]
+
+
+def could_run(config: RunConfig) -> bool:
+    """Whether layers, heads, MLP, vocabulary, sequence and batch come out even, and ranks have a place."""
+    model, parallel, training = config.model, config.parallel, config.training
+    tp, pp, dp, chunks = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.data_parallel_size,
+        parallel.num_chunks,
+    )
+    microbatches, rest = divmod(training.global_batch_size, training.micro_batch_size * dp)
+    shared = parallel.sequence_parallel or parallel.split_over_tensor_parallel
+    sends_well = not (chunks > 1 and parallel.overlap_p2p == parallel.batch_p2p) and not (
+        chunks > 1 and pp == 2 and not parallel.overlap_p2p
+    )
+    return all(
+        (
+            model.num_layers % (pp * chunks) == 0,
+            model.hidden_size % model.num_attention_heads == model.num_attention_heads % tp == 0,
+            model.ffn_width % tp == 1024 % tp == 0,
+            not shared or (tp > 1 and model.sequence_length % tp == 0),
+            not (parallel.sequence_parallel and parallel.split_over_tensor_parallel),
+            rest == 0 and (chunks == 1 or microbatches % pp == 0),
+            chunks == 1 or pp > 1,
+            not parallel.overlap_p2p or chunks > 1,
+            sends_well,
+            tp * pp * dp <= config.cluster.num_ranks,
+        )
+    )
+
+
+def test_what_python_puts_together_is_predicted_or_refused_and_only_what_can_run_is_predicted() -> None:
+    """One check for a command line and for ``dataclasses.replace``; never a bare failure, never a price of nothing."""
+    random = Random(20230325)
+    base = small("single", cluster(nodes=8))
+    outcomes = {True: 0, False: 0}
+    for _ in range(400):
+        chunks = random.choice([1, 1, 2, 3])
+        overlap = chunks > 1 and random.random() < 0.6
+        config = changed(
+            base,
+            model={
+                "num_layers": random.choice([4, 6, 12, 72]),
+                "num_attention_heads": random.choice([2, 4, 5, 8]),
+                "hidden_size": random.choice([32, 40, 48]),
+                "sequence_length": random.choice([16, 20]),
+                "ffn_hidden_size": random.choice([None, 96, 100]),
+            },
+            parallel={
+                "tensor_parallel_size": random.choice([1, 1, 2, 3, 4, 7]),
+                "pipeline_parallel_size": random.choice([1, 2, 3, 4, 5]),
+                "data_parallel_size": random.choice([1, 2, 3, 8]),
+                "num_chunks": chunks,
+                "overlap_p2p": overlap,
+                "batch_p2p": overlap is (random.random() < 0.1),
+                "sequence_parallel": random.random() < 0.2,
+                "split_over_tensor_parallel": random.random() < 0.2,
+            },
+            training={"global_batch_size": random.choice([8, 12, 24, 48]), "micro_batch_size": random.choice([1, 2])},
+        )
+        try:
+            seconds = predict(config).step_time_s
+        except ConfigError:
+            predicted = False
+        else:
+            predicted = True
+            assert 0 < seconds < math.inf
+        assert predicted is could_run(config), config.parallel
+        outcomes[predicted] += 1
+    assert min(outcomes.values()) > 30
+
+
+def test_who_checks_a_step_asks_nothing_that_a_command_line_is_not_asked() -> None:
+    wrong = changed(small("pp4_dp2"), parallel={"pipeline_parallel_size": 3, "tensor_parallel_size": 7})
+    assert wrong.model.num_layers == 4
+    step, every = list(wrong.step_problems()), list(wrong.problems())
+    assert len(step) >= 3
+    assert all(problem in every for problem in step)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key"),
+    [
+        ({"pipeline_parallel_size": 5}, "model.num_layers"),
+        ({"tensor_parallel_size": 7}, "model.num_attention_heads"),
+        ({"data_parallel_size": 3}, "training.global_batch_size"),
+        ({"num_chunks": 2, "pipeline_parallel_size": 12}, "training.global_batch_size"),
+    ],
+)
+def test_a_layout_that_does_not_come_out_even_is_named(parallel: dict[str, Any], key: str) -> None:
+    config = changed(
+        composed(f"model=gpt_8_3b technique=baseline {PAPER}"), parallel=parallel, cluster={"num_nodes": 99}
+    )
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        predict(config)
+
+
+def test_sequence_parallelism_shares_out_what_full_recomputation_keeps() -> None:
+    """Of each layer the input alone, s b h / t elements (Korthikanti et al., 2205.05198, section 5): for GPT-175B in
+    8 x 8 that is 0.56 GiB on the first stage, beside the one layer that is being computed again."""
+    line = (
+        "model=gpt_175b technique=baseline parallel=tp8_pp4_dp4 parallel.pipeline_parallel_size=8 "
+        "parallel.data_parallel_size=1 training=paper training.precision=bf16 training.recompute=full "
+        "model.sequence_length=2048 training.micro_batch_size=1 training.global_batch_size=8 "
+        "tokenizer.vocabulary_size=50257 "
+        "cluster=a100_hdr800 simulation.ignore_memory=true"
+    )
+    kept = {}
+    for shared in (False, True):
+        how = f"parallel.sequence_parallel={shared} parallel.split_over_tensor_parallel={not shared}".lower()
+        step = plan(composed(f"{line} {how}"))
+        alike = changed(step.config, model={"num_layers": 8})
+        layers = step.stages[0].layers
+        passes = passes_in_flight(step.config.schedule, 0)
+        found, fewer = memory(step).activations, memory(plan(alike)).activations
+        kept[shared] = (found - fewer) / (passes * (layers - 1))
+    model = step.config.model
+    assert kept[False] == model.sequence_length * model.hidden_size * 2
+    assert kept[True] == kept[False] / 8
+    assert passes * layers * kept[True] == 0.5625 * GIB
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

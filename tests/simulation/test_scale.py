@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from optimus_cc.config.compose import CONF
+from optimus_cc.config.schema import changed
 from optimus_cc.simulation import baseline_of, predict, speedup_percent
 from tests.simulation.configurations import PAPER, composed
 
@@ -15,27 +17,40 @@ SEVEN_BILLION = (
 )
 
 
-def tokens_per_gpu(gpus: int, tp: int, pp: int, *, fully_sharded: bool) -> float:
+def tokens_per_gpu(gpus: int, tp: int, pp: int, *, fully_sharded: bool, latency_us: float = 14.0) -> float:
     """A second, with two sequences for each GPU whatever the layout."""
     sizes = f"parallel.tensor_parallel_size={tp} parallel.pipeline_parallel_size={pp}"
     sizes += f" parallel.data_parallel_size={gpus // (tp * pp)} training.global_batch_size={2 * gpus}"
-    found = predict(composed(f"{SEVEN_BILLION} {sizes} simulation.fully_sharded={str(fully_sharded).lower()}"))
+    config = composed(f"{SEVEN_BILLION} {sizes} simulation.fully_sharded={str(fully_sharded).lower()}")
+    link = changed(config.cluster.inter_node, latency_us=latency_us)
+    found = predict(changed(config, cluster=changed(config.cluster, inter_node=link)))
     return found.tokens_per_s / gpus
 
 
 def test_data_parallelism_alone_wins_up_to_hundreds_of_gpus_and_loses_at_thousands() -> None:
     """Hardware scaling trends, 2411.13055: fully sharded data parallelism gives way to layouts with model parallelism
     between 128 and 2048 H100."""
+    assert alone_against_others(8, 14.0) > 1
+    assert alone_against_others(128, 14.0) > 1
+    assert alone_against_others(2048, 14.0) < 1
+    assert alone_against_others(4096, 14.0) < 1
+
+
+def alone_against_others(gpus: int, latency_us: float) -> float:
     layouts = [(2, 1), (4, 1), (1, 4), (2, 4)]
+    alone = tokens_per_gpu(gpus, 1, 1, fully_sharded=True, latency_us=latency_us)
+    others = (tokens_per_gpu(gpus, *one, fully_sharded=False, latency_us=latency_us) for one in layouts)
+    return alone / max(others)
 
-    def alone_wins(gpus: int) -> bool:
-        alone = tokens_per_gpu(gpus, 1, 1, fully_sharded=True)
-        return alone > max(tokens_per_gpu(gpus, *layout, fully_sharded=False) for layout in layouts)
 
-    assert alone_wins(8)
-    assert alone_wins(128)
-    assert not alone_wins(2048)
-    assert not alone_wins(4096)
+def test_where_they_change_places_rests_on_an_assumed_latency_and_the_page_says_so() -> None:
+    page = (CONF.parent / "docs" / "simulation.md").read_text(encoding="utf-8")
+    table = page[page.index("| a hop between nodes, assumed |") :]
+    for latency_us, name in ((5.0, "5 microseconds"), (14.0, "14")):
+        ratios = [alone_against_others(gpus, latency_us) for gpus in (2048, 4096)]
+        row = next(line for line in table.splitlines() if line.startswith(f"| {name} |"))
+        assert row.endswith(" | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    assert alone_against_others(2048, 5.0) > 1 > alone_against_others(4096, 5.0)
 
 
 def test_the_slower_the_network_the_more_compression_gains() -> None:
