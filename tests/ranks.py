@@ -43,7 +43,7 @@ class RankPool:
             RankFailed: it raised, or did not end in time, on some rank.
         """
         processes, connections = [], []
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="ranks #?%20") as folder:
             store = str(Path(folder) / "store")
             for rank in range(num_ranks):
                 ours, theirs = self._context.Pipe()

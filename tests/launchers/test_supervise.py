@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,13 +293,17 @@ def test_ends_well(tmp_path: Path) -> None:
     assert polls
 
 
-def test_every_start_has_its_own_rendezvous(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tmp", "tmp #?%20"])
+def test_every_start_has_its_own_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
     script = 'print(os.environ["OPTIMUS_CC_RENDEZVOUS"])'
     places = set()
     for _ in range(2):
         _supervise(script, tmp_path, num_ranks=1)
         places.add((tmp_path / "rank_0.log").read_text())
     assert len(places) == 2
+    assert all(place.startswith(f"file://{tmp_path / name}/") for place in places)
     assert not any(Path(place.strip().removeprefix("file://")).parent.exists() for place in places)
 
 
