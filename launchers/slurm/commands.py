@@ -178,7 +178,7 @@ def _queued(wanted: set[str]) -> dict[str, Job]:
 
 
 def _shown(wanted: set[str]) -> dict[str, Job]:
-    found = {}
+    found: dict[str, Job] = {}
     for array in _arrays_of(wanted):
         for line in _run_unless_unknown(["scontrol", "--oneliner", "show", "job", array]).splitlines():
             told = _fields(line)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from optimus_cc.config import RunConfig
 
 T = TypeVar("T")
+_FileStore: Any = dist.__dict__["FileStore"]
+"""Takes bytes, too, for paths that no text can stand for; its type doesn't say so."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def meeting_place(rendezvous: str, world_size: int, timeout: timedelta) -> dict[
     path = rendezvous.removeprefix("file://")
     if path == rendezvous:
         return {"init_method": rendezvous}
-    store = dist.FileStore(os.fsencode(path), world_size)
+    store: Any = _FileStore(os.fsencode(path), world_size)
     store.set_timeout(timeout)
     return {"store": store}
 
