@@ -61,10 +61,13 @@ def train(
         print(dry_run([config]))
         return {}
     from launchers import evaluate
+    from launchers.plan import folder_of
+    from launchers.slurm import view
 
     device, notices = choose_device(config, ranks_here)
     if take is claim:  # what was queued was looked at then
         evaluate.check_before_training([config])
+        view.let_go([folder_of(config)])
     with (stop or Stop()).on_signals() as stop, take(config) as run, _parents(start) as parents:
         start = start or partial(run_ranks, parents=parents)
         progress = Progress(config.training.steps)

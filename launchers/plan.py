@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launchers.slurm import view
 from optimus_cc import checkpoints
 from optimus_cc.claims import check_same_experiment
 from optimus_cc.config import RunConfig
@@ -58,14 +59,19 @@ def plan(configs: Sequence[RunConfig]) -> list[Planned]:
     """What would happen to each of ``configs`` if they were run now, in their order."""
     found: list[Planned] = []
     first: dict[Path, int] = {}
-    for number, config in enumerate(configs, start=1):
-        folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+    folders = [folder_of(config) for config in configs]
+    over = view.over(folders)
+    for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
         earlier = first.setdefault(folder.path, number)
         if earlier != number:
             found.append(Planned(config, folder, "twice", remark=f"it is the same run as number {earlier}"))
         else:
-            found.append(_planned(config, folder))
+            found.append(_planned(config, folder, over.get(folder.path)))
     return found
+
+
+def folder_of(config: RunConfig) -> RunFolder:
+    return RunFolder(Path(config.runs_dir).absolute() / config.run_id)
 
 
 def count(planned: Sequence[Planned]) -> str:
@@ -74,7 +80,8 @@ def count(planned: Sequence[Planned]) -> str:
     return ", ".join(text.format(counts[action]) for action, text in _SAID.items() if counts[action])
 
 
-def _planned(config: RunConfig, folder: RunFolder) -> Planned:
+def _planned(config: RunConfig, folder: RunFolder, over: str | None) -> Planned:
+    """``over``: why nobody runs it or is going to, if its folder says otherwise."""
     try:
         check_same_experiment(folder, config)
     except RunConflict as conflict:
@@ -84,10 +91,12 @@ def _planned(config: RunConfig, folder: RunFolder) -> Planned:
         if not config.force:
             return Planned(config, folder, "finished")
         return Planned(config, folder, "start", remark="force=true: the results that are there are kept in previous/")
-    if status is not None and status.state == "running" and not status.abandoned:
+    if status is not None and status.state == "running" and not status.abandoned and over is None:
         return Planned(config, folder, "elsewhere", remark=status.owner)
     remark = ""
-    if status is not None and status.waits_for_another:
+    if over is not None and status is not None and status.state in ("running", "queued"):
+        remark = over
+    elif status is not None and status.waits_for_another:
         remark = f"queued by {status.owner} too; whoever comes first runs it"
     elif status is not None and status.state != "queued" and not status.never_began:
         remark = status.how_it_ended

@@ -24,6 +24,7 @@ from launchers.overview import Overview, Watched
 from launchers.plan import Planned, count, plan
 from launchers.processes.preloaded import LENT, Parents
 from launchers.progress import duration, number
+from launchers.slurm import view
 from launchers.supervise import Guard, Stop, last_lines, num_cores
 from optimus_cc import process, provenance
 from optimus_cc.claims import queue, withdraw
@@ -128,6 +129,7 @@ def run_all(
         return [Outcome(planned) for planned in plan(configs)]
     evaluate.check_before_training(configs)
     planned = plan(configs)
+    view.let_go(one.folder for one in planned)
     machine = _Machine.of([one.config for one in planned if one.runs])
     with Stop().on_signals() as stop:
         return evaluate.after_sweep(_Sweep(planned, machine, stop, job_command).run(), stop)

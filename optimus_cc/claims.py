@@ -81,12 +81,13 @@ def claim(config: RunConfig) -> Claim:
     return _take(config, provenance.code_version(), _start)
 
 
-def queue(config: RunConfig, code: provenance.CodeVersion | None = None) -> Claim:
+def queue(config: RunConfig, code: provenance.CodeVersion | None = None, *, anew: bool = False) -> Claim:
     """Freeze a configuration in its folder for a job that starts later (:func:`claim_queued`), by the rules of
     :func:`claim`. What another living process has queued stays as that process froze it.
 
     Args:
         code: the state of the repository, if it is known already.
+        anew: freeze it also then, for a job that would not run what is there.
 
     Returns:
         ``finished`` and the notes; it holds no lock.
@@ -94,7 +95,7 @@ def queue(config: RunConfig, code: provenance.CodeVersion | None = None) -> Clai
     Raises:
         as :func:`claim`.
     """
-    claimed = _take(config, code or provenance.code_version(), _put_in_queue)
+    claimed = _take(config, code or provenance.code_version(), _freeze if anew else _put_in_queue)
     claimed.release()
     return claimed
 

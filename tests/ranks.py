@@ -43,7 +43,7 @@ class RankPool:
             RankFailed: it raised, or did not end in time, on some rank.
         """
         processes, connections = [], []
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="ranks #?%20") as folder:
             store = str(Path(folder) / "store")
             for rank in range(num_ranks):
                 ours, theirs = self._context.Pipe()
@@ -100,12 +100,14 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from optimus_cc.training.backend import meeting_place
+
     torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), OPTIMUS_CC_DEVICE="cpu")
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
-        )
+        place = meeting_place(f"file://{store}", num_ranks, timeout)
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timeout, **place)
         value = function(*args, **kwargs)
         dist.barrier()  # a rank that left would look like one that died
         connection.send((True, value))

@@ -639,6 +639,8 @@ def test_what_another_process_has_queued_stays(config: RunConfig) -> None:
         before = folder.config_path.read_bytes(), folder.status_path.read_bytes()
         assert "queued by" in queue(changed).notes[0]
         assert (folder.config_path.read_bytes(), folder.status_path.read_bytes()) == before
+        assert not queue(_changed(config, force=True), anew=True).finished  # for a job that would not run that
+        assert (folder.run_config().force, _state(folder).pid, _state(folder).restarts) == (True, os.getpid(), 0)
         other.kill()
     queue(changed)
     assert folder.run_config() == changed

@@ -132,7 +132,8 @@ class _Follower:
         state = job.state if job is not None else "gone"
         cause = f"its job ended ({state})"
         if status is not None and status.state == "queued":
-            cause = f"its job ended ({state}) before it began"
+            mine = record.read(folder)
+            cause = f"its job ended ({state}) before it began{f'; {mine.see}' if mine is not None else ''}"
             withdraw(folder, "cancelled" if state == "CANCELLED" else "failed", cause)
         elif status is not None and status.state == "preempted":
             return self._end(one, RunPreempted(status.cause or "preempted"))

@@ -1,8 +1,9 @@
 """``python -m launchers.slurm.job RUNS_FILE``: what a job of an array runs on its first node. It trains the run in the
 line of its number, as :mod:`launchers.job` does, with the ranks started by srun on all nodes of the job.
 
-When SLURM ends the job before the run is through, the run is put back into the queue, and the job with it. Exit code:
-that of :mod:`launchers.job`; a failed run is a failed job.
+When SLURM ends the job before the run is through, the run is put back into the queue, and the job with it. With
+``--unbegun`` that is all: SLURM has asked the job to end before this program could listen. Exit code: that of
+:mod:`launchers.job`; a failed run is a failed job.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import job, local
+from launchers.cancel import CAUSE
 from launchers.slurm import after, commands, record
 from launchers.slurm.commands import SlurmError
 from launchers.slurm.node import LATE_FILE_S, Verdict, read_verdict
@@ -33,7 +35,7 @@ from optimus_cc import ownership
 from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
-from optimus_cc.runs import RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
+from optimus_cc.runs import FAILURES, RunBusy, RunCancelled, RunFailed, RunFolder, RunPreempted
 
 SCANCEL = "scancel"
 _POLL_S = 0.2
@@ -90,22 +92,53 @@ def _time_is_up(told: Any) -> bool:
 
 def run(folder: RunFolder, this: ThisJob, stop: Stop) -> int:
     """Train the run in ``folder`` to its end, or to that of this job; the exit code."""
+    return _if_mine(folder, this, lambda config, mine: _run(folder, this, stop, config, mine))
+
+
+def go_on_later(folder: RunFolder, this: ThisJob, pid: int) -> int:
+    """Put the run and this job back into the queue, because process ``pid`` of this host, which was to train the run,
+    has died of being asked to end; the exit code."""
+
+    found, status = record.read(folder), folder.status()
+    if found is not None and (found.pid, found.host) == (pid, socket.gethostname()):  # it was through, and has done it
+        return FAILURES[status.state].exit_code if status is not None and status.state in FAILURES else 0
+
+    def put_back(config: RunConfig, mine: Record) -> int:
+        if this.fate() == "cancelled":
+            withdraw(folder, "cancelled", CAUSE)
+            return RunCancelled.exit_code
+        if (status := folder.status()) is None or status.state != "queued":
+            return 0  # there is nothing to do any more
+        record.write(folder, replace(mine, unbegun=mine.unbegun + 1))
+        return _go_on_later(folder, config, this)
+
+    return _if_mine(folder, this, put_back)
+
+
+def _if_mine(folder: RunFolder, this: ThisJob, then: Callable[[RunConfig, Record], int]) -> int:
+    """The exit code of ``then``, with the run in the queue, if this job is to run it and may."""
     mine = record.read(folder)
     if mine is None or mine.runs != str(this.runs) or (mine.job_id or this.id) != this.id:
         print(f"{folder.run_id} was given to another job; this one, {this.id}, does nothing")
         return 0
     try:
         if mine.stop:
-            withdraw(folder, "cancelled", "cancelled before it began")
+            withdraw(folder, "cancelled", CAUSE)
             return RunCancelled.exit_code
         config = folder.run_config()
+        if config.launcher.name != "slurm":
+            print(f"{folder.run_id} was started without SLURM meanwhile; this job, {this.id}, does nothing")
+            return 0
         refused = _queue_again(folder, config, mine)
     except (RuntimeError, ConfigError):
         return job.run(folder)  # says what is wrong
     if refused is not None:
         print(refused, file=sys.stderr)
         return 1
+    return then(config, mine)
 
+
+def _run(folder: RunFolder, this: ThisJob, stop: Stop, config: RunConfig, mine: Record) -> int:
     # Before the run is claimed, so that whoever starts this job again knows whose claim it was.
     record.write(folder, replace(record.read(folder) or mine, pid=os.getpid(), host=socket.gethostname()))
     start, ranks_here = partial(run_ranks, this), Resources.of(config).ranks_per_node
@@ -138,7 +171,9 @@ def _put_back(folder: RunFolder, config: RunConfig) -> str | None:
     queue(config)
     mine, status, launcher = record.read(folder), folder.status(), config.launcher
     assert isinstance(launcher, SlurmConfig)
-    if mine is None or status is None or status.restarts - mine.restarts_before <= launcher.max_restarts:
+    if mine is None or status is None:
+        return None
+    if status.restarts - mine.restarts_before + mine.unbegun <= launcher.max_restarts:
         return None
     cause = f"interrupted {launcher.max_restarts + 1} times: launcher.max_restarts={launcher.max_restarts}"
     withdraw(folder, "failed", cause)
@@ -304,11 +339,14 @@ def _free_port() -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launchers.slurm.job", description="Train one run of an array.")
     parser.add_argument("runs", type=Path, metavar="RUNS_FILE")
+    parser.add_argument("--unbegun", type=int, metavar="PID", help="put it back into the queue, which PID could not do")
     options = parser.parse_args(arguments)
     this = ThisJob.of_environment(options.runs)
     folder = record.read_runs(this.runs)[this.index]
     job.go_where_it_was_composed(folder)
     try:
+        if options.unbegun is not None:
+            return go_on_later(folder, this, options.unbegun)
         with PatientStop().on_signals() as stop:
             return run(folder, this, stop)
     except (RunFailed, SlurmError) as error:

@@ -29,6 +29,8 @@ class Record:
     """Attempts at the run that were over when it was submitted."""
     job_id: str | None = None
     """If it isn't its array's any more: it was submitted once more."""
+    unbegun: int = 0
+    """How often its job was asked to end before this project's code had begun."""
     stop: bool = False
     """Somebody wants it to end and not to go on."""
     pid: int | None = None
@@ -44,6 +46,21 @@ class Record:
             return f"{read_text(id_path(Path(self.runs))).strip()}_{self.index}"
         except OSError:
             return None
+
+    @property
+    def output(self) -> Path:
+        """What its job prints before it has claimed the run's folder."""
+        return output_path(Path(self.runs), self.index)
+
+    @property
+    def see(self) -> str:
+        """Where it stands why its job ended before the run began."""
+        return f"see {self.output}" if self.output.exists() else f"it printed nothing; see scontrol show job {self.id}"
+
+
+def output_path(runs: Path, index: int | str) -> Path:
+    """Where the output of an array's job stands."""
+    return runs.with_name(f"{runs.stem}_{index}.out")
 
 
 def id_path(runs: Path) -> Path:
@@ -69,9 +86,10 @@ def read(folder: RunFolder) -> Record | None:
     found = read_json_object(path(folder))
     if found is None:
         return None
-    known = {field.name: found[field.name] for field in fields(Record) if field.name in found}
-    kinds = {"runs": str, "index": int, "restarts_before": int, "stop": bool, "job_id": str, "pid": int, "host": str}
-    if any(value is not None and not isinstance(value, kinds[name]) for name, value in known.items()):
+    known = {field.name: found[field.name] for field in fields(Record) if found.get(field.name) is not None}
+    numbers = dict.fromkeys(("index", "restarts_before", "unbegun", "pid"), int)
+    kinds = {"runs": str, "job_id": str, "host": str, "stop": bool, **numbers}
+    if any(not isinstance(value, kinds[name]) for name, value in known.items()):
         return None
     return Record(**known) if known.keys() >= {"runs", "index"} else None
 

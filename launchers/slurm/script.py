@@ -11,8 +11,31 @@ from typing import Any
 
 from submitit.slurm.slurm import _make_sbatch_string
 
+from launchers.slurm import record
 from launchers.slurm.resources import Part, Resources
 from optimus_cc.config.launcher import SlurmConfig
+
+_PASS_ON_SIGNALS = (
+    "asked= job=",
+    'pass_on() { asked=$1; [ -z "$job" ] || kill -s "$1" "$job" 2>/dev/null; }',
+    "trap 'pass_on USR2' USR2",
+    "trap 'pass_on TERM' TERM",
+)
+"""What precedes a job in the background, so that a signal is passed on at once, whatever runs there. The job's program
+takes it as a request to end; what comes before that program, modules and imports, dies of it."""
+_UNTIL_IT_ENDS = (
+    "job=$!",
+    '[ -z "$asked" ] || kill -s "$asked" "$job"',
+    'while wait "$job"; kill -0 "$job" 2>/dev/null; do :; done',
+    'wait "$job"  # each signal ends a wait',
+    "code=$?",
+    "case $code in",
+    '140 | 143) [ -n "$asked" ] || sleep 1 ;;  # it died of one, which may be on its way to this shell, too',
+    "*) asked= ;;",
+    "esac",
+    "trap '' USR2 TERM",
+)
+"""``code`` is how it ended then; ``asked`` is set if it was asked to end when it did not listen."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +73,17 @@ def array_script(resources: Resources, part: Part, runs: Path, place: Place, nam
     }
     more = {
         "array": f"0-{part.size - 1}" + (f"%{part.throttle}" if part.throttle else ""),
-        "output": str(runs.with_suffix("")) + "_%a.out",
+        "output": str(record.output_path(Path(_literal(runs)), "%a")),
         "signal": f"B:USR2@{launcher.warning_s}",
         **({} if "--no-requeue" in launcher.sbatch else {"requeue": True}),
         **_flags(launcher.sbatch),
     }
-    command = f"exec {shlex.quote(place.python)} -m launchers.slurm.job {shlex.quote(str(runs))}"
-    return _script(resources, name, options, more, place, command)
+    job = [place.python, "-m", "launchers.slurm.job"]
+    before = [*_PASS_ON_SIGNALS, "(", *_setup(launcher, place)]
+    command = [f"exec {shlex.join([*job, str(runs)])}", ") &", *_UNTIL_IT_ENDS]
+    again = f'exec {shlex.join([*job, str(runs)])} --unbegun "$job"'
+    command += ['if [ -n "$asked" ]; then', *place.lines(), again, "fi", "exit $code"]
+    return _script(resources, name, options, more, before, command)
 
 
 def after_script(
@@ -76,7 +103,8 @@ def after_script(
             "mem": _memory(launcher),
             "time": _minutes(launcher),
         }
-    return _script(resources, "optimus_cc_after", options, {"output": str(output)}, place, "\n".join(commands))
+    more = {"output": _literal(output)}
+    return _script(resources, "optimus_cc_after", options, more, _setup(launcher, place), commands)
 
 
 def _memory(launcher: SlurmConfig) -> str | None:
@@ -87,8 +115,23 @@ def _minutes(launcher: SlurmConfig) -> int | None:
     return None if launcher.time_limit_h is None else round(launcher.time_limit_h * 60)
 
 
+def _setup(launcher: SlurmConfig, place: Place) -> list[str]:
+    modules = [f"module load {shlex.quote(module)}" for module in launcher.modules]
+    return ["set -e", *modules, *launcher.setup, *place.lines()]
+
+
+def _literal(path: Path) -> str:
+    """A path for an option in which % stands for something."""
+    return str(path).replace("%", "%%")
+
+
 def _script(
-    resources: Resources, name: str, options: dict[str, Any], more: dict[str, Any], place: Place, command: str
+    resources: Resources,
+    name: str,
+    options: dict[str, Any],
+    more: dict[str, Any],
+    before: Sequence[str],
+    commands: Sequence[str],
 ) -> str:
     launcher = resources.launcher
     mail = {"mail_user": launcher.mail, "mail_type": "END,FAIL"} if launcher.mail else {}
@@ -99,15 +142,14 @@ def _script(
         "constraint": launcher.constraint,
         **mail,
     }
-    modules = [f"module load {shlex.quote(module)}" for module in launcher.modules]
     given = {key: value for key, value in {**common, **options}.items() if value is not None}
     if "time" not in given:
         more = {**more, "time": None}
     text = _make_sbatch_string(
-        command,
+        "\n".join(commands),
         folder="/",  # its own output file, in place of which ours stands
         job_name=name,
-        setup=["set -e", *modules, *launcher.setup, *place.lines()],
+        setup=list(before),
         additional_parameters=more,
         stderr_to_stdout=True,
         use_srun=False,

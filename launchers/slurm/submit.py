@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from launchers import evaluate
 from launchers.forecast import dry_run
 from launchers.local import relative
 from launchers.plan import Planned, count, plan
-from launchers.slurm import after, commands, follow, record
+from launchers.slurm import after, commands, follow, record, view
 from launchers.slurm.commands import SlurmError
 from launchers.slurm.record import Record
 from launchers.slurm.resources import Part, Resources, parts
@@ -72,6 +73,7 @@ def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
         fix = "submit from a machine of the cluster, or launcher=local; launcher.dry_run=true works without"
         raise ConfigError(Problem("launcher", "slurm", "SLURM's commands (sbatch) on this machine", fix))
     in_queue = _in_queue(planned)
+    view.let_go(one.folder for one in planned)
     todo = [one for one in planned if one.runs and one.folder.path not in in_queue]
     evaluate.check_before_training([one.config for one in todo])
     folder, arrays = _arrays(todo, launcher, commands.max_array_size(), _code_place(planned, launcher))
@@ -79,7 +81,10 @@ def run_all(configs: Sequence[RunConfig]) -> list[Outcome]:
     for one in planned:
         there = f"  (in SLURM already, as job {in_queue[one.folder.path]})" if one.folder.path in in_queue else ""
         print(f"  {one}{there}")
-    for notice in dict.fromkeys(text for one in todo for text in one.config.notices()):
+    waiting = _check_that_slurm_takes(arrays)
+    for notice in dict.fromkeys(
+        [*(text for one in todo for text in one.config.notices()), *_unused(launcher), *waiting]
+    ):
         print(textwrap.fill(f"notice  {notice}", 118, subsequent_indent=" " * 8, break_on_hyphens=False))
     outcomes = _submit(folder, arrays, launcher) if arrays else {}
     for one in planned:
@@ -119,10 +124,46 @@ def _in_queue(planned: Sequence[Planned]) -> dict[Path, str]:
     try:
         jobs = commands.jobs(ids.values())
     except SlurmError as error:
-        raise ConfigError(
-            Problem("launcher", "slurm", f"a queue that answers: {error}", "see sinfo and squeue")
-        ) from None
+        raise ConfigError(_no_answer(error)) from None
     return {path: job for path, job in ids.items() if job in jobs and jobs[job].live}
+
+
+def _no_answer(error: SlurmError) -> Problem:
+    fix = "the same command once scontrol ping says that it is up; SLURM_CONF=FILE chooses another cluster"
+    return Problem("launcher", "slurm", f"a controller of SLURM's that answers; it says: {error}", fix)
+
+
+def _unused(launcher: SlurmConfig) -> Iterator[str]:
+    """What this shell says to sbatch, which jobs don't follow: a job asks for what its configuration says."""
+    for name, key in commands.unused_defaults().items():
+        option = key.removeprefix("launcher.")
+        if getattr(launcher, option) is None and not any(one.startswith(f"--{option}=") for one in launcher.sbatch):
+            yield f"{name} of this shell is not passed on to sbatch; {key}={os.environ[name]} does what it would"
+
+
+def _check_that_slurm_takes(arrays: Sequence[Array]) -> list[str]:
+    """Why arrays that it takes can't begin now.
+
+    Raises:
+        ConfigError: it doesn't take one of them, or doesn't answer.
+    """
+    notices = []
+    for array in arrays:
+        try:
+            why = commands.test(array.text)
+        except SlurmError as error:
+            if not commands.is_up():
+                raise ConfigError(_no_answer(error)) from None
+            fix = "launcher.partition=NAME and the like; sinfo tells what there is"
+            if array.resources.gpus:
+                fix += "; training.device=cpu for nodes without GPUs"
+            raise ConfigError(Problem("launcher", str(array), f"what SLURM accepts; it says: {error}", fix)) from None
+        if why is not None:
+            notices.append(
+                f"{array} can't begin now, while nodes are down, drained or not registered ({why}); SLURM keeps it in "
+                "its queue. Its reason is in python -m launchers status"
+            )
+    return notices
 
 
 def _arrays(todo: Sequence[Planned], launcher: SlurmConfig, largest: int, place: Place) -> tuple[Path, list[Array]]:
@@ -184,23 +225,15 @@ def _dry_run(planned: Sequence[Planned], launcher: SlurmConfig) -> str:
 def _submit(folder: Path, arrays: Sequence[Array], launcher: SlurmConfig) -> dict[Path, Outcome]:
     """Submit the arrays; outcomes of runs that could not be."""
     folder.mkdir(parents=True, exist_ok=True)
-    for array in arrays:
-        replace_file(array.script, array.text)
-        try:
-            commands.test(array.script)
-        except SlurmError as error:
-            fix = "launcher.partition=NAME and the like; sinfo tells what there is"
-            if array.resources.gpus:
-                fix += "; training.device=cpu for nodes without GPUs"
-            raise ConfigError(Problem("launcher", str(array), f"what SLURM accepts; it says: {error}", fix)) from None
     outcomes: dict[Path, Outcome] = {}
     code = provenance.code_version()
     for array in arrays:
+        replace_file(array.script, array.text)
         record.write_runs(array.runs, [one.folder for one in array.planned])
         record.id_path(array.runs).unlink(missing_ok=True)
         for index, one in enumerate(array.planned):
             try:
-                claimed = queue(one.config, code)
+                claimed = queue(one.config, code, anew=True)
                 record.write(one.folder, Record(str(array.runs), index, claimed.status.restarts))
             except RunFailed as failure:
                 outcomes[one.folder.path] = Outcome(one, failure)
@@ -210,9 +243,13 @@ def _submit(folder: Path, arrays: Sequence[Array], launcher: SlurmConfig) -> dic
         try:
             ids.append(commands.sbatch(array.script, *options))
         except SlurmError as error:
-            for one in (one for late in arrays[number:] for one in late.planned):
-                withdraw(one.folder, "failed", f"SLURM refused it: {error}")
-                outcomes.setdefault(one.folder.path, Outcome(one, RunFailed(f"SLURM refused it: {error}")))
+            for late in arrays[number:]:
+                for one in late.planned:
+                    withdraw(one.folder, "failed", f"SLURM refused it: {error}")
+                    record.remove(one.folder)
+                    outcomes.setdefault(one.folder.path, Outcome(one, RunFailed(f"SLURM refused it: {error}")))
+                for path in (late.script, late.runs):
+                    path.unlink(missing_ok=True)
             break
         replace_file(record.id_path(array.runs), ids[-1] + "\n")
         print(f"submitted  job {ids[-1]}: {array}")
@@ -221,7 +258,12 @@ def _submit(folder: Path, arrays: Sequence[Array], launcher: SlurmConfig) -> dic
         place = Place(Path(__file__).parents[2], Path.cwd())
         script, text = after.script(folder, planned, launcher, arrays[0].resources, place)
         replace_file(script, text)
-        last = commands.sbatch(script, f"--dependency=afterany:{':'.join(ids)}")
+        done = ", ".join(launcher.after)
+        try:
+            last = commands.sbatch(script, f"--dependency=afterany:{':'.join(ids)}")
+        except SlurmError as error:
+            print(f"launcher.after={launcher.after}: SLURM refused that job: {error}")
+            return outcomes
         replace_file(record.id_path(script), last + "\n")
-        print(f"submitted  job {last}: {', '.join(launcher.after)} when all have ended")
+        print(f"submitted  job {last}: {done} when all have ended")
     return outcomes

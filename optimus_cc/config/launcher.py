@@ -129,6 +129,7 @@ _OURS = {
     "requeue": "launcher.max_restarts=NUMBER",
     "output": "leave it out: the folder of the sweep is told when it is submitted",
     "dependency": "launcher.after=[collect]",
+    "clusters": "leave it out: SLURM_CONF=FILE chooses a cluster",
 }
 """Options of sbatch that are made from other keys."""
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from optimus_cc.config import RunConfig
 
 T = TypeVar("T")
+_FileStore: Any = dist.__dict__["FileStore"]
+"""Takes bytes, too, for paths that no text can stand for; its type doesn't say so."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ def start(config: RunConfig) -> Backend:
     """Join the world that the launcher describes in the environment and set up Megatron-core's process groups.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, OPTIMUS_CC_DEVICE (``cpu`` or ``cuda``; default: CUDA where there is one)
-    and OPTIMUS_CC_RENDEZVOUS (an init_method; default: MASTER_ADDR and MASTER_PORT).
+    and OPTIMUS_CC_RENDEZVOUS (see :func:`meeting_place`; default: MASTER_ADDR and MASTER_PORT).
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(config)
     timeout = timedelta(seconds=config.training.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=os.environ.get("OPTIMUS_CC_RENDEZVOUS", "env://"),
+        **meeting_place(os.environ.get("OPTIMUS_CC_RENDEZVOUS", "env://"), world_size, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -66,6 +68,21 @@ def start(config: RunConfig) -> Backend:
     # Small values on the CPU, apart from the device's communicator.
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Backend(device=device, rank=rank, world_size=world_size, control_group=control)
+
+
+def meeting_place(rendezvous: str, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """Where ranks find each other, as arguments of ``init_process_group``.
+
+    Args:
+        rendezvous: an ``init_method`` of torch's. Of ``file://PATH`` the path is taken as it is: torch would end it at
+            the first ``#`` or ``?``, in a file that other runs meet in, too.
+    """
+    path = rendezvous.removeprefix("file://")
+    if path == rendezvous:
+        return {"init_method": rendezvous}
+    store: Any = _FileStore(os.fsencode(path), world_size)
+    store.set_timeout(timeout)
+    return {"store": store}
 
 
 def join(config: RunConfig) -> None:

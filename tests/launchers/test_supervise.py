@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -312,13 +313,19 @@ def test_ends_well(tmp_path: Path, supervised: Supervise) -> None:
     assert polls
 
 
-def test_every_start_has_its_own_rendezvous(tmp_path: Path, supervised: Supervise) -> None:
+@pytest.mark.parametrize("name", ["tmp", "tmp #?%20"])
+def test_every_start_has_its_own_rendezvous(
+    tmp_path: Path, supervised: Supervise, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
     script = 'print(os.environ["OPTIMUS_CC_RENDEZVOUS"])'
     places = set()
     for _ in range(2):
         supervised(script, num_ranks=1)
         places.add((tmp_path / "rank_0.log").read_text())
     assert len(places) == 2
+    assert all(place.startswith(f"file://{tmp_path / name}/") for place in places)
     assert not any(Path(place.strip().removeprefix("file://")).parent.exists() for place in places)
 
 

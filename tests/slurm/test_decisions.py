@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from launchers.slurm.job import ThisJob
 from launchers.slurm.node import Verdict
 from launchers.slurm.record import Record
 from launchers.supervise import PatientStop
+from optimus_cc.claims import queue
+from optimus_cc.config.launcher import LauncherConfig
+from optimus_cc.config.schema import changed
 from optimus_cc.records import replace_file, to_json
 from optimus_cc.runs import RunFailed, RunFolder, RunPreempted, Status
 from tests.config.command_line import one
@@ -61,6 +66,83 @@ def test_a_run_that_was_cancelled_before_its_job_began(tmp_path: Path) -> None:
     assert job.run(folder, ThisJob("7_0", Path("here.runs"), 0, 0), PatientStop()) == 130
     assert (status := folder.status()) is not None
     assert status.state == "cancelled"
+
+
+@pytest.fixture
+def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, list[str], dict[str, str]]:
+    """A run whose job 7_0 has started; which jobs are put back, and what SLURM says of its job."""
+    config = one(f"launcher=slurm launcher.max_restarts=2 runs_dir={tmp_path}")
+    folder = queue(config).folder
+    record.write(folder, Record("here.runs", 0))
+    requeued: list[str] = []
+    told = {"JobState": "RUNNING", "Restarts": "0"}
+    monkeypatch.setattr(commands, "requeue", requeued.append)
+    monkeypatch.setattr(commands, "show", lambda name: told)
+    return folder, requeued, told
+
+
+THIS = ThisJob("7_0", Path("here.runs"), 0, 0)
+
+
+def status_of(folder: RunFolder) -> Status:
+    status = folder.status()
+    assert status is not None
+    return status
+
+
+def test_a_job_that_could_not_begin_is_put_back_as_often_as_is_allowed(
+    queued: tuple[RunFolder, list[str], dict[str, str]],
+) -> None:
+    folder, requeued, _ = queued
+    for times in (1, 2):
+        assert job.go_on_later(folder, THIS, 1) == 75
+        status = status_of(folder)
+        assert (status.state, status.restarts, len(requeued)) == ("queued", 0, times)
+    assert job.go_on_later(folder, THIS, 1) == 1
+    status = status_of(folder)
+    assert (status.state, status.cause) == ("failed", "interrupted 3 times: launcher.max_restarts=2")
+    assert requeued == ["7_0", "7_0"]
+
+
+def test_a_job_that_could_not_begin_after_its_node_died(queued: tuple[RunFolder, list[str], dict[str, str]]) -> None:
+    folder, requeued, _ = queued
+    status = status_of(folder)
+    folder.write_status(replace(status, state="running", started="2026-01-01T10:00:00", pid=5, host="n1"))
+    (folder.path / ".owner_2").write_text("held by process 5 on n1")
+    record.write(folder, Record("here.runs", 0, pid=5, host="n1"))
+    assert job.go_on_later(folder, THIS, 1) == 75
+    status = status_of(folder)
+    assert (status.state, status.restarts, requeued) == ("queued", 1, ["7_0"])
+
+
+def test_scancel_before_a_job_begins_is_final(queued: tuple[RunFolder, list[str], dict[str, str]]) -> None:
+    folder, requeued, told = queued
+    told |= {"JobState": "CANCELLED", **ENDED}
+    assert job.go_on_later(folder, THIS, 1) == 130
+    status = status_of(folder)
+    assert (status.state, requeued) == ("cancelled", [])
+
+
+@pytest.mark.parametrize(("state", "code"), [("preempted", 75), ("finished", 0), ("failed", 1), ("queued", 0)])
+def test_a_job_that_died_of_a_signal_on_its_way_out_has_done_everything(
+    queued: tuple[RunFolder, list[str], dict[str, str]], state: Any, code: int
+) -> None:
+    folder, requeued, _ = queued
+    status = status_of(folder)
+    before = folder.write_status(replace(status, state=state))
+    record.write(folder, Record("here.runs", 0, pid=5, host=socket.gethostname()))
+    assert job.go_on_later(folder, THIS, 5) == code
+    assert (folder.status(), requeued) == (before, [])
+
+
+def test_a_run_that_was_started_without_slurm_meanwhile(
+    queued: tuple[RunFolder, list[str], dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, _ = queued
+    config = folder.run_config()
+    queue(changed(config, launcher=LauncherConfig()))
+    assert job.run(folder, THIS, PatientStop()) == 0
+    assert "does nothing" in capsys.readouterr().out
 
 
 FINE, ASKED = ("finished", "", False), ("preempted", "preempted by SIGTERM", False)

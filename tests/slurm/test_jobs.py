@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from launchers import start
 from launchers.__main__ import main
 from launchers.slurm import commands, record
 from optimus_cc.config import ConfigError
+from optimus_cc.config.schema import changed
 from optimus_cc.ownership import process_exists
 from optimus_cc.runs import RunFolder
 from tests.slurm.cluster import MAX_ARRAY_SIZE, Cluster
@@ -156,6 +158,62 @@ def test_a_warning_before_the_end(sweeps: Sweeps, cluster: Cluster, requeues: bo
     (script,) = (sweeps.runs_dir / ".slurm").glob("*/after.sh")
     until(lambda: script.with_suffix(".out").exists(), "the table is there")  # not before: it would say preempted
     until(lambda: "failed" in script.with_suffix(".out").read_text(), "it was written when all had ended")
+
+
+def test_a_warning_before_python_has_begun(
+    sweeps: Sweeps, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the folder is called and the user's shell says to squeue."""
+    sweeps.runs_dir = tmp_path / "50%j a"
+    monkeypatch.setenv("SQUEUE_PARTITION", "urgent")
+    monkeypatch.setenv("SQUEUE_USERS", "nobody")
+    began = tmp_path / "began"
+    config = sweeps.config(1, ranks=1)
+    first_lines = (f"[ -e {began} ] || {{ touch {began}; sleep 100; }}", *config.launcher.setup)  # type: ignore[union-attr]
+    config = changed(config, launcher=changed(config.launcher, setup=first_lines))
+    follower = sweeps.start(config)
+    folder = sweeps.folder(config)
+    until(began.exists, "its modules are loaded")
+    warn(cluster, folder)
+    assert follower.wait() == 0
+    found, status = record.read(folder), folder.status()
+    assert found is not None
+    assert status is not None
+    assert (status.state, status.restarts, found.unbegun) == ("finished", 0, 1)
+    assert "goes on later" in found.output.read_text()
+
+
+def test_a_batch_step_that_is_killed(sweeps: Sweeps, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``status`` calls abandoned, the same command starts at once, with other resources, too."""
+    config = sweeps.config(1, {"steps": 60, "step_s": 0.3}, ranks=1)
+    sweeps.start(config)
+    folder = sweeps.folder(config)
+    first_step(folder)
+    status = folder.status()
+    assert status is not None
+    assert status.pid is not None
+    os.kill(status.pid, signal.SIGKILL)
+    until(lambda: not commands.jobs([job_of(folder)])[job_of(folder)].live, "its job is over")
+    until(lambda: look(sweeps, capsys) == ["abandoned"], "it says so")
+    other = sweeps.config(1, {"steps": 60, "step_s": 0.01}, ranks=1, cpus_per_rank=2)
+    (outcome,) = start.run_all([other])
+    assert outcome.state == "finished"
+    assert commands.show(job_of(folder))["CPUs/Task"] == "2"
+
+
+def test_nodes_that_are_drained(sweeps: Sweeps, cluster: Cluster) -> None:
+    """SLURM would queue it, so it is queued."""
+    nodes = ",".join(cluster.nodes)
+    cluster.run("scontrol", "update", f"NodeName={nodes}", "State=DRAIN", "Reason=test")
+    try:
+        config = sweeps.config(1, ranks=1)
+        follower = sweeps.start(config)
+        until(lambda: record.read(sweeps.folder(config)) is not None, "it is submitted")
+        job = until(lambda: record.read(sweeps.folder(config)).id, "it has an id")  # type: ignore[union-attr]
+        assert commands.jobs([job])[job].state == "PENDING"
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={nodes}", "State=RESUME")
+    assert follower.wait() == 0
 
 
 def test_preemption(sweeps: Sweeps, cluster: Cluster) -> None:

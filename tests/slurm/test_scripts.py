@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +25,7 @@ from optimus_cc.config import ConfigError, compose
 from optimus_cc.config.launcher import ContainerConfig, SlurmConfig
 from optimus_cc.runs import RunFolder
 from tests.configurations import tiny
+from tests.launchers.processes import ROOT, eventually
 
 GOLDEN = Path(__file__).with_name("golden")
 PLACE = Path("/shared/runs/.slurm/1a2b3c4d")
@@ -89,6 +93,68 @@ def test_golden_scripts(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_bash(name: str) -> None:
     subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+
+
+STUB = """#!/bin/bash
+echo "python $*"
+case "$*" in *--unbegun*) exit 75 ;; esac
+echo $$ > pid
+exec bash -c "$PROGRAM"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("setup", "program", "unbegun", "code"),
+    [
+        ("ready; sleep 60", "", True, 75),  # modules
+        ("", "touch ready; exec sleep 60", True, 75),  # imports
+        ("", "trap 'exit 7' USR2 TERM; touch ready; while :; do sleep 0.02; done", False, 7),
+        ("", "trap 'exit 143' USR2 TERM; touch ready; while :; do sleep 0.02; done", True, 75),
+    ],
+)
+def test_a_signal_before_the_program_listens_puts_the_job_back(
+    tmp_path: Path, number: signal.Signals, setup: str, program: str, unbegun: bool, code: int
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    lines = ("ready() { echo $BASHPID > pid; touch ready; }", f"export PROGRAM={shlex.quote(program)}", setup)
+    resources = replace(PLAIN, launcher=SlurmConfig(setup=tuple(filter(None, lines))))
+    text = array_script(resources, Part(1, None), tmp_path / "array_1.runs", Place(ROOT, tmp_path, str(stub)))
+    (tmp_path / "script").write_text(text)
+    with (tmp_path / "output").open("w") as output:
+        job = subprocess.Popen(["bash", "script"], stdout=output, cwd=tmp_path, start_new_session=True)
+    try:
+        eventually((tmp_path / "ready").exists, "it waits")
+        job.send_signal(number)
+        assert job.wait() == code
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # as SLURM ends what a job has left
+    told = (tmp_path / "output").read_text().split()
+    assert ("--unbegun" in told) == unbegun
+    if unbegun:
+        assert told[-1] == (tmp_path / "pid").read_text().strip()
+
+
+@pytest.mark.parametrize(("setup", "program", "code"), [("false", "", 1), ("", "exit 0", 0), ("", "kill -9 $$", 137)])
+def test_a_jobs_exit_code_is_its_programs(tmp_path: Path, setup: str, program: str, code: int) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    resources = replace(PLAIN, launcher=SlurmConfig(setup=(f"export PROGRAM={shlex.quote(program)}", setup or "true")))
+    text = array_script(resources, Part(1, None), tmp_path / "array_1.runs", Place(ROOT, tmp_path, str(stub)))
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "--unbegun" not in done.stdout
+
+
+def test_a_percent_sign_in_a_path_is_one(tmp_path: Path) -> None:
+    text = array_script(PLAIN, Part(1, None), Path("/runs 50%j/array_1.runs"), HERE)
+    assert "#SBATCH --output='/runs 50%%j/array_1_%a.out'\n" in text
+    text = after_script(PLAIN, Path("/runs 50%j/after.out"), ["true"], HERE)
+    assert "#SBATCH --output='/runs 50%%j/after.out'\n" in text
 
 
 def test_srun() -> None:
