@@ -187,7 +187,9 @@ def _joined(table: str, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 def _load_table(path: Path, table: str) -> pd.DataFrame:
     types = {name: column.dtype for name, column in TABLES[table].items()}
     if path.suffix == ".csv":
-        found = pd.read_csv(io.StringIO(path.read_text(encoding="utf-8")), dtype=types)
+        found = pd.read_csv(
+            io.StringIO(path.read_text(encoding="utf-8")), dtype=types, keep_default_na=False, na_values=[""]
+        )  # "NA" and "null" are names
     else:
         found = pd.read_parquet(path)
     if list(found) != list(types):

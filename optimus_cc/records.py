@@ -75,6 +75,16 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_regular(path: Path, most_bytes: int = -1) -> bytes:
+    """What a file holds; with a limit at most one byte more than that.
+
+    Raises:
+        OSError: it can't be read, or is no file.
+    """
+    with _open(path) as file:
+        return file.read(most_bytes + 1 if most_bytes >= 0 else -1)
+
+
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record. A partial last line that a crash left is closed first, so that it can't swallow this one."""
     line = to_json(record).encode("utf-8", errors="replace") + b"\n"

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from optimus_cc.records import read_regular
 from paper_figures.build import Made, cell, markdown, printed
 from paper_figures.data import Data
 from paper_figures.verdicts import WORDS, Verdict
@@ -97,7 +98,7 @@ def _number(value: Any) -> str:
 
 def _config(folder: Path) -> str:
     try:
-        return (folder / "config.yaml").read_text(encoding="utf-8")
+        return read_regular(folder / "config.yaml").decode("utf-8")
     except (OSError, ValueError):
         return ""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+os.environ["MPLBACKEND"] = "agg"  # before the import, which fails at another one that isn't installed
 import matplotlib
 
 matplotlib.use("agg")
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def color(index: int) -> str:
 def render(draw: Callable[[Figure], None], size: tuple[float, float]) -> dict[str, bytes]:
     """A figure in every format, by suffix; the same bytes for the same drawing."""
     files = {}
-    with rc_context(RC):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # nothing of the caller's, nor of a matplotlibrc
+        matplotlib.rcParams.update(RC)
         figure = Figure(figsize=size)
         draw(figure)
         for suffix in SUFFIXES:

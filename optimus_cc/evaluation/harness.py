@@ -44,6 +44,12 @@ class MegatronLM(TemplateLM):
     def tok_decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
         return self._tokenizer.decode(tokens)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As lm-eval does for its own models, which can't score a continuation whose tokens are all shared with its
+        context: each of the two is then encoded by itself, as lm-eval does for encoder-decoder models."""
+        before, after = super()._encode_pair(context, continuation)
+        return before, after or self.tok_encode(continuation)
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from optimus_cc import command
 from optimus_cc.config.errors import Problem, closest
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.evaluation import tasks
@@ -54,4 +55,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(lambda: main(sys.argv[1:])))
