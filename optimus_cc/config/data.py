@@ -29,7 +29,7 @@ class WikipediaSampleConfig:
 
 @strict
 class JsonLinesConfig:
-    """A user's own files: one JSON object a line; .gz and .zst are read as they are."""
+    """A user's own files: one JSON object a line; compressed ones are read as they are."""
 
     name: Literal["jsonl"] = "jsonl"
     path: PathText | tuple[PathText, ...]

@@ -48,7 +48,8 @@ class MegatronLM(TemplateLM):
         """As lm-eval does for its own models, which can't score a continuation whose tokens are all shared with its
         context: each of the two is then encoded by itself, as lm-eval does for encoder-decoder models."""
         before, after = super()._encode_pair(context, continuation)
-        return before, after or self.tok_encode(continuation)
+        blanks = context[len(context.rstrip()) :]
+        return before, after or self.tok_encode(blanks + continuation)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)

@@ -52,11 +52,14 @@ def lines(path: Path) -> Iterator[bytes]:
 
 def _opened(raw: BinaryIO, magic: bytes) -> Iterator[bytes]:
     if magic.startswith(_GZIP):
-        yield from gzip.GzipFile(fileobj=raw)
+        with gzip.GzipFile(fileobj=raw) as file:
+            yield from file
     elif magic.startswith(_BZIP2):
-        yield from bz2.BZ2File(raw)
+        with bz2.BZ2File(raw) as file:
+            yield from file
     elif magic.startswith(_XZ):
-        yield from lzma.LZMAFile(raw)
+        with lzma.LZMAFile(raw) as file:
+            yield from file
     else:
         yield from raw
 
