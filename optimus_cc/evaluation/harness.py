@@ -58,11 +58,10 @@ class MegatronLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        parts = []
-        for (context, text), before, after in requests:
-            if not after:
-                raise ValueError(f"the continuation {text!r} of {context[-80:]!r} has no token of its own")
-            parts.append(windows.continuation(before or [self.prefix_token_id], after, self.max_length))
+        parts = [
+            windows.continuation(before or [self.prefix_token_id], after, self.max_length) if after else []
+            for _, before, after in requests  # what a vocabulary makes no token of, such as a blank, is certain
+        ]
         return [(score.log_probability, score.greedy) for score in self._score(parts)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
