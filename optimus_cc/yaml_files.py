@@ -20,7 +20,7 @@ _MOST_BYTES, _MOST_VALUES = 2**24, 10**6
 """A run's configuration has a few kilobytes and a few hundred values, and a name for each of a corpus' files."""
 
 
-class _Loader(_BASE):  # type: ignore[misc]
+class _Loader(_BASE):
     def flatten_mapping(self, node: Any) -> None:
         """No ``<<``: nobody here writes it, and a few of them take for ever."""
 
