@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.table import collect, render, to_frame
-from optimus_cc import command
+from optimus_cc.command import run as run_program
+from optimus_cc.command import to_path
 from optimus_cc.records import to_json
 
 
@@ -25,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     table = commands.add_parser("table", help="what each run reached, how fast, and what it sent")
-    table.add_argument("runs_dir", nargs="?", default="runs", type=Path, metavar="RUNS_DIR", help="default: runs")
+    table.add_argument("runs_dir", nargs="?", default="runs", type=to_path, metavar="RUNS_DIR", help="default: runs")
     table.add_argument("filters", nargs="*", metavar="FILTER", help="part of a run's id, or a pattern with * and ?")
     table.add_argument("--width", type=int, default=120, help="columns of the screen (default: %(default)s)")
     form = table.add_mutually_exclusive_group()
@@ -33,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--csv", action="store_true", help="one line per run")
 
     gather = commands.add_parser("collect", help="run folders to typed tables: docs/analysis.md")
-    gather.add_argument("runs_dirs", nargs="*", type=Path, metavar="RUNS_DIR", help="default: runs")
-    gather.add_argument("-o", "--output", type=Path, default=Path("results.parquet"), metavar="FILE")
+    gather.add_argument("runs_dirs", nargs="*", type=to_path, metavar="RUNS_DIR", help="default: runs")
+    gather.add_argument("-o", "--output", type=to_path, default=Path("results.parquet"), metavar="FILE")
 
     show = commands.add_parser("show", help="rows of a table, of some runs")
     show.add_argument("filters", nargs="*", metavar="FILTER", help="a technique, part of a run's id, or a pattern")
@@ -52,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("filters", nargs="*", metavar="FILTER", help="a technique, part of a run's id, or a pattern")
     push.add_argument("--project", default="optimus-cc", help="default: %(default)s")
     push.add_argument("--mode", choices=("offline", "online"), default="offline", help="default: %(default)s")
-    push.add_argument("--report", type=Path, metavar="FOLDER", help="a folder that make figures has written")
-    push.add_argument("--dir", type=Path, default=Path("."), help="where wandb writes its own files (default: here)")
+    push.add_argument("--report", type=to_path, metavar="FOLDER", help="a folder that make figures has written")
+    push.add_argument("--dir", type=to_path, default=Path("."), help="where wandb writes its own files (default: here)")
 
     for one in (show, compare, push):
-        one.add_argument("--runs", type=Path, action="append", metavar="DIR", help="run folders (default: runs)")
-        one.add_argument("--from", dest="source", type=Path, metavar="FILE", help="tables that collect wrote, instead")
+        one.add_argument("--runs", type=to_path, action="append", metavar="DIR", help="run folders (default: runs)")
+        one.add_argument("--from", dest="source", type=to_path, metavar="FILE", help="what collect wrote, instead")
     return parser
 
 
@@ -152,4 +153,4 @@ def _push(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command.run(main))
+    raise SystemExit(run_program(main))

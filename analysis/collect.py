@@ -188,7 +188,8 @@ def _joined(table: str, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 def _load_table(path: Path, table: str) -> pd.DataFrame:
     types = {name: column.dtype for name, column in TABLES[table].items()}
     if path.suffix == ".csv":
-        found = pd.read_csv(io.StringIO(read_text(path)), dtype=types)
+        text = io.StringIO(read_text(path))
+        found = pd.read_csv(text, dtype=types, keep_default_na=False, na_values=[""])  # "NA" and "null" are names
     else:
         check_regular(path)
         found = pd.read_parquet(path)

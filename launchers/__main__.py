@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from launchers import status
 from launchers.status import STATES, NothingFound
-from optimus_cc import command
+from optimus_cc.command import run as run_program
+from optimus_cc.command import to_path
 
 FILTER = "part of a run's id, or a pattern with * and ?"
 
@@ -19,8 +18,6 @@ FILTER = "part of a run's id, or a pattern with * and ?"
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its module is imported then."""
     options = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what runs print may be in another character set
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -36,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], help: str, about: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=help, description=about)
         one.set_defaults(run=run)
-        one.add_argument("--runs-dir", default="runs", type=Path, metavar="FOLDER", help="default: runs")
+        one.add_argument("--runs-dir", default="runs", type=to_path, metavar="FOLDER", help="default: runs")
         return one
 
     one = command("status", _status, "how runs stand", "Shows how runs stand, read from their folders.")
@@ -153,4 +150,4 @@ def _whole(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    sys.exit(run_program(main))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launchers import local
-from optimus_cc import process
+from optimus_cc import command, process
 from optimus_cc.claims import Claim, claim_queued, withdraw
 from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.runs import RunBusy, RunFailed, RunFolder
@@ -94,4 +94,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

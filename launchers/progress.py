@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
+from optimus_cc.command import drawable, shown
 from optimus_cc.runs import traffic_per_step
 
 PLAIN_INTERVAL_S = 10.0
@@ -25,7 +26,7 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream = drawable(stream or sys.stdout)
         self._drawn = 0
         try:
             self.live = self._stream.isatty()
@@ -35,14 +36,14 @@ class Screen:
     def print(self, text: str) -> None:
         """A line that stays."""
         self.clear()
-        self._write(f"{text}\n")
+        self._write(f"{shown(text)}\n")
 
     def draw(self, *lines: str) -> None:
         """Lines in place of those drawn last, cut at the terminal's width and height."""
         width, height = shutil.get_terminal_size()
-        shown = [line[: width - 1] for line in lines[: max(1, height - 1)]]
-        self._write(self._back() + "\n".join(shown))
-        self._drawn = len(shown)
+        texts = [shown(line)[: width - 1] for line in lines[: max(1, height - 1)]]
+        self._write(self._back() + "\n".join(texts))
+        self._drawn = len(texts)
 
     def clear(self) -> None:
         """Remove what was drawn last."""

@@ -295,7 +295,9 @@ def _begin(claimed: Claim) -> None:
 
 def write_origin(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, **more: Any) -> None:
     """Freeze the configuration, and say where what is about to be made comes from; ``more``: further facts of it."""
-    replace_file(folder.config_path, _yaml(config.to_mapping()))
+    from optimus_cc.yaml_files import to_yaml
+
+    replace_file(folder.config_path, to_yaml(config.to_mapping()))
     _write_provenance(folder, {**provenance.collect(code), **more}, code)
 
 
@@ -384,10 +386,3 @@ def _refuse_unmarked(folder: RunFolder) -> None:
             f"  Its last sign of life was at {status.updated}; without another one it can be started again after "
             f"{STALE_S:.0f} s.",
         )
-
-
-def _yaml(mapping: Mapping[str, Any]) -> str:
-    import yaml
-
-    text: str = yaml.safe_dump(dict(mapping), sort_keys=False, allow_unicode=True)
-    return text

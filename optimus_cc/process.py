@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from optimus_cc.command import open_streams
 from optimus_cc.records import read_json_object, replace_file, to_json
 
 RENDEZVOUS = "OPTIMUS_CC_RENDEZVOUS"
@@ -59,6 +60,7 @@ _COMMUNICATION_WORDS = (
 
 def run_rank(body: Callable[[Report], int]) -> int:
     """What a rank does from its first line on: ``body``, whose exit code this returns, under its supervisor's eyes."""
+    open_streams()
     let_threads_sleep()
     die_with_parent()
     _take_name(f"rank {os.environ.get('RANK', '0')}")

@@ -188,13 +188,12 @@ class RunFolder:
 
     def config(self) -> dict[str, Any] | None:
         """The frozen configuration, for :func:`optimus_cc.config.load`."""
-        import yaml
+        from optimus_cc.yaml_files import read_yaml
 
         try:
-            value = yaml.safe_load(read_text(self.config_path))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return read_yaml(self.config_path)
+        except (OSError, ValueError):
             return None
-        return value if isinstance(value, dict) else None
 
     def run_config(self) -> RunConfig:
         """The frozen configuration, checked and typed.

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.collect import SUFFIXES, collect, load, save
-from optimus_cc import command
+from optimus_cc.command import run as run_program
+from optimus_cc.command import to_path
 from optimus_cc.config.errors import closest
 from paper_figures.data import Data
 from paper_figures.item import discover
@@ -25,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--runs",
         action="append",
-        type=Path,
+        type=to_path,
         metavar="DIR",
         help="folder of run folders; may be given several times (default: runs)",
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("report"), metavar="FOLDER", help="default: report")
+    parser.add_argument("-o", "--output", type=to_path, default=Path("report"), metavar="FOLDER", help="(report)")
     parser.add_argument("--list", action="store_true", help="say what there is and what it needs, make nothing")
     options = parser.parse_args(arguments)
     items = discover()
@@ -68,4 +69,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command.run(main))
+    raise SystemExit(run_program(main))

@@ -8,15 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+from optimus_cc.figures import own_style
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".pdf", ".svg", ".png")
 OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#5a5a5a", "#000000")
@@ -88,7 +85,9 @@ def color(index: int) -> str:
 def render(draw: Callable[[Figure], None], size: tuple[float, float]) -> dict[str, bytes]:
     """A figure in every format, by suffix; the same bytes for the same drawing."""
     files = {}
-    with rc_context(RC):
+    with own_style(RC):
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=size)
         draw(figure)
         for suffix in SUFFIXES:

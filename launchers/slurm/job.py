@@ -31,7 +31,7 @@ from launchers.slurm.record import Record
 from launchers.slurm.resources import Resources
 from launchers.slurm.script import srun_command
 from launchers.supervise import PatientStop, Stop, last_lines
-from optimus_cc import ownership
+from optimus_cc import command, ownership
 from optimus_cc.claims import queue, withdraw
 from optimus_cc.config import ConfigError, RunConfig
 from optimus_cc.config.launcher import SlurmConfig
@@ -355,4 +355,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

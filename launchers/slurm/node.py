@@ -16,7 +16,7 @@ from pathlib import Path
 from launchers.local import import_path, rank_command
 from launchers.slurm.resources import Resources
 from launchers.supervise import OthersMayBeTheCause, PatientStop, Stop, World, supervise
-from optimus_cc import process
+from optimus_cc import command, process
 from optimus_cc.config import RunConfig
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.records import read_json_object, replace_file, to_json
@@ -120,4 +120,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command.run(main))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from optimus_cc.config.errors import Problem, suggest
-from optimus_cc.config.schema import Name, NonNegativeInt, PositiveInt, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, PathText, PositiveInt, strict
 from optimus_cc.config.technique import TechniqueConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LinksConfig:
     """Message sizes go from ``min_bytes`` in steps of four times up to this."""
     repetitions: PositiveInt
     """Timed samples for each size; their median counts."""
-    cluster_file: str | None = None
+    cluster_file: PathText | None = None
     """Where the file for the ``cluster`` group goes, besides the benchmark's folder. Must not exist."""
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import yaml
 from pydantic import Field, TypeAdapter
 
 from optimus_cc.config.schema import Name, NonNegativeFloat, PositiveFloat, PositiveInt, changed, strict
+from optimus_cc.yaml_files import to_yaml, unreferring
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -145,4 +145,4 @@ def as_file(cluster: ClusterConfig, name: str, remarks: Sequence[str]) -> str:
     """
     body = TypeAdapter(ClusterConfig).dump_python(changed(cluster, name=name), mode="json")
     comments = "".join(f"# {line}".rstrip() + "\n" for line in remarks)
-    return comments + str(yaml.safe_dump(body, sort_keys=False, width=118))
+    return comments + to_yaml(unreferring(body), width=118)

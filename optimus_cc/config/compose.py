@@ -31,6 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 from optimus_cc import tasks
 from optimus_cc.config import of_run
 from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest, suggest
+from optimus_cc.config.quoting import with_quotes
+from optimus_cc.config.type_problems import not_in_utf8
+from optimus_cc.paths import at_home, in_utf8
 
 if TYPE_CHECKING:
     from optimus_cc.config.run import RunConfig
@@ -53,6 +56,8 @@ MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     """Hydra's flags, and the overrides wherever they stand between them."""
+    if unreadable := [text for text in (*argv, f"current folder={os.getcwd()}") if not in_utf8(text)]:
+        raise ConfigError([not_in_utf8(*text.split("=", 1)) for text in unreadable])
     parser = get_args_parser()
     parser.exit_on_error = False
     try:
@@ -150,7 +155,7 @@ class _Composer:
         setup_globals()  # Hydra's resolvers
         search_path = create_config_search_path(str(CONF))
         if arguments.config_dir is not None:
-            folder = Path(arguments.config_dir).resolve()
+            folder = Path(at_home(arguments.config_dir)).resolve()
             if not folder.is_dir():
                 raise ConfigError(
                     Problem("--config-dir", arguments.config_dir, "a folder with options of your own", "check the path")
@@ -228,7 +233,10 @@ class _Composer:
         problems = [*self._misplaced(composed, overrides), *self._contradictions(composed)]
         if problems:
             raise ConfigError(problems)
-        config = load(with_run(composed, overrides))
+        try:
+            config = load(with_run(composed, overrides))
+        except ConfigError as error:
+            raise ConfigError(with_quotes(error.problems, [*overrides, *self.overrides])) from None
         tasks.check(config.task.name)
         return config
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import Name, PositiveFloat, strict
+from optimus_cc.config.schema import Name, PathText, PositiveFloat, strict
 
 
 @strict
@@ -20,7 +20,7 @@ class WikipediaSampleConfig:
     name: Literal["wikipedia_sample"] = "wikipedia_sample"
     split: tuple[float, float, float] = (0.9, 0.05, 0.05)
     """Shares of the documents for training, validation and test."""
-    cache_dir: str = "data_cache"
+    cache_dir: PathText = "data_cache"
     """Where tokenised corpora are kept. Not part of a run's identity."""
 
     def problems(self) -> Iterator[Problem]:
@@ -29,10 +29,10 @@ class WikipediaSampleConfig:
 
 @strict
 class JsonLinesConfig:
-    """A user's own files: one JSON object a line; .gz and .zst are read as they are."""
+    """A user's own files: one JSON object a line; compressed ones are read as they are."""
 
     name: Literal["jsonl"] = "jsonl"
-    path: str | tuple[str, ...]
+    path: PathText | tuple[PathText, ...]
     """One file or several."""
     weights: tuple[PositiveFloat, ...] | None = None
     """Blend weight of each file; null: by number of tokens."""
@@ -41,7 +41,7 @@ class JsonLinesConfig:
     label: Name = "jsonl"
     """Readable name of the corpus in run ids."""
     split: tuple[float, float, float] = (0.949, 0.05, 0.001)
-    cache_dir: str = "data_cache"
+    cache_dir: PathText = "data_cache"
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import NonNegativeInt, PositiveInt, strict
+from optimus_cc.config.schema import NonNegativeInt, PathText, PositiveInt, strict
 
 TASKS = ("lambada_openai", "piqa", "mathqa", "winogrande", "race")
 """The paper's five."""
@@ -23,11 +23,11 @@ class EvaluationConfig:
     """Solved examples before each question."""
     limit: PositiveInt | None = None
     """Items of each task, and documents for perplexities: the first ones; null: all."""
-    data_dir: str | None = None
+    data_dir: PathText | None = None
     """Folder with a file TASK.jsonl for each task; null: from the Hugging Face hub."""
     perplexity: bool = True
     """Measure perplexities per token, word and byte on held-out documents."""
-    documents: str | None = None
+    documents: PathText | None = None
     """JSON-lines file of those documents; null: the validation documents of the run's own corpus."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The key of evaluation.documents that holds a document's text."""

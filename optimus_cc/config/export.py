@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import strict
+from optimus_cc.config.schema import PathText, strict
 
 
 @strict
 class ExportConfig:
     format: Literal["huggingface"] = "huggingface"
     """What ``transformers`` loads."""
-    path: str | None = None
+    path: PathText | None = None
     """A folder that isn't there yet; null: in the run's folder."""
 
     def problems(self) -> Iterator[Problem]:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from optimus_cc.config.errors import ConfigError, Problem, closest
-from optimus_cc.files import read_text
+from optimus_cc.paths import at_home
+from optimus_cc.yaml_files import read_yaml
 
 TASKS = ("evaluate", "export")
 """Those that work on a run."""
@@ -34,7 +33,10 @@ def find(said: str, runs_dir: str) -> Path:
     Raises:
         ConfigError: there is none, or several.
     """
-    base = Path(runs_dir)
+    try:
+        said, base = at_home(said), Path(at_home(runs_dir))
+    except ValueError as error:
+        raise ConfigError(Problem("run", said, str(error), "check the path")) from None
     for folder in (base / said, Path(said)):
         if (folder / CONFIG_FILE).is_file():
             return folder.absolute()
@@ -96,11 +98,10 @@ def _task(composed: Mapping[str, Any]) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(Problem("run", str(path), f"a run's configuration ({reason})", "check the folder")) from None
-    if not isinstance(content, dict) or any(not isinstance(content.get(key), dict) for key in ("model", "parallel")):
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("run", str(path), f"a run's configuration ({error})", "check the folder")) from None
+    if any(not isinstance(content.get(key), dict) for key in ("model", "parallel")):
         raise ConfigError(Problem("run", str(path), "a run's configuration", "check the folder"))
     return content
 

@@ -24,13 +24,13 @@ from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
 from optimus_cc.config.parallel import ParallelConfig
 from optimus_cc.config.resume import resume_problems, resumed_from
-from optimus_cc.config.schema import Name, NonNegativeInt, changed, strict
+from optimus_cc.config.schema import Name, NonNegativeInt, PathText, changed, strict
 from optimus_cc.config.simulation import SimulationConfig
 from optimus_cc.config.technique import TechniqueConfig
 from optimus_cc.config.tokenizer import TokenizerConfig
 from optimus_cc.config.tracking import TrackingConfig
 from optimus_cc.config.training import TrainingConfig
-from optimus_cc.config.type_problems import type_problems
+from optimus_cc.config.type_problems import encoding_problems, type_problems
 from optimus_cc.exposure import Schedule
 from optimus_cc.stage_parameters import layer_matrices
 from optimus_cc.wire_size import wire_nbytes
@@ -70,11 +70,11 @@ class RunConfig:
     tracking: TrackingConfig = TrackingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
-    run: str | None = None
+    run: PathText | None = None
     """Folder of the run that the task works on, of which the groups above it are then a copy."""
     checkpoint: NonNegativeInt | None = None
     """Step of the checkpoint of ``run``; null: the newest complete one."""
-    runs_dir: str = "runs"
+    runs_dir: PathText = "runs"
     """Folder that holds the run folders."""
     force: bool = False
     """Run again though a finished run of the same identity is there."""
@@ -393,6 +393,8 @@ def load(mapping: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: with every problem found; types first, then combinations.
     """
+    if wrong := list(encoding_problems(mapping)):
+        raise ConfigError(wrong)
     try:
         config = _ADAPTER.validate_json(json.dumps(mapping))
     except ValidationError as error:

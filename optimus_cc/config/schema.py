@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from optimus_cc.paths import at_home
 
 T = TypeVar("T")
 
@@ -23,6 +26,15 @@ def changed(node: T, **values: Any) -> T:
     return cast(T, replace(this, **values))
 
 
+def _at_home(path: str) -> str:
+    try:
+        return at_home(path)
+    except ValueError as error:
+        raise PydanticCustomError("path", "{allowed}", {"allowed": str(error)}) from None
+
+
+PathText = Annotated[str, AfterValidator(_at_home)]
+"""A path of a file or a folder; ``~`` stands for the home of whoever runs it."""
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -10,7 +10,7 @@ from typing import Literal
 from optimus_cc.config.cluster import ClusterConfig
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.parallel import ParallelConfig
-from optimus_cc.config.schema import MAX_NAME, NAME, PositiveInt, strict
+from optimus_cc.config.schema import MAX_NAME, NAME, PathText, PositiveInt, strict
 
 
 @strict
@@ -22,15 +22,15 @@ class SimulationConfig:
     fully_sharded: bool = False
     """Price data parallelism as if weights were sharded too (FSDP, ZeRO-3), which training here can't do: each layer's
     are gathered for its forward and for its backward pass, and its gradients scattered, behind computation."""
-    trace: str | None = None
+    trace: PathText | None = None
     """A file for the predicted step, which Perfetto and chrome://tracing open; null: none."""
-    gantt: str | None = None
+    gantt: PathText | None = None
     """A file for the same as a figure, .pdf or .png; null: none."""
-    measured: str | None = None
+    measured: PathText | None = None
     """For task=calibrate: a CSV file of measured step times."""
-    collectives: str | None = None
+    collectives: PathText | None = None
     """For task=calibrate: a folder with gpus_N.csv, times of all-reduces inside a node; null: what the cluster says."""
-    cluster_file: str | None = None
+    cluster_file: PathText | None = None
     """For task=calibrate: where the fitted cluster goes, NAME.yaml; null: nowhere."""
     folds: PositiveInt = 5
     """For task=calibrate: in how many parts measurements are cut for cross-validation."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import strict
+from optimus_cc.config.schema import PathText, strict
 
 GPT2_VOCABULARY_SIZE = 50257
 
@@ -36,9 +36,9 @@ class Gpt2TokenizerConfig:
     """GPT-2's own vocabulary, from local files."""
 
     name: Literal["gpt2"] = "gpt2"
-    vocab_file: str
+    vocab_file: PathText
     """``encoder.json`` / ``vocab.json``."""
-    merges_file: str
+    merges_file: PathText
     """``vocab.bpe`` / ``merges.txt``."""
 
     @property
@@ -59,7 +59,7 @@ class HuggingFaceTokenizerConfig:
     """A folder that holds ``tokenizer.json``; ``eos_token`` of ``tokenizer_config.json`` ends documents."""
 
     name: Literal["huggingface"] = "huggingface"
-    path: str
+    path: PathText
 
     @property
     def files(self) -> tuple[Path, ...]:

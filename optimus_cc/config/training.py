@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import NonNegativeInt, PositiveFloat, PositiveInt, strict
+from optimus_cc.config.schema import NonNegativeInt, PathText, PositiveFloat, PositiveInt, strict
 
 
 @strict
@@ -104,6 +104,6 @@ class TrainingConfig:
     data_workers: NonNegativeInt = 0
     """Processes that read batches ahead, per rank."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume_from: str | None = None
+    resume_from: PathText | None = None
     """A checkpoint of another run (``runs/ID/checkpoints/step_N``), from which this one goes on, in any layout."""
     probes: ProbesConfig = ProbesConfig()

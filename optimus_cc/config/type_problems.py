@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc.config.errors import NOT_SET, Problem, suggest
+from optimus_cc.paths import in_utf8, spelled
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -35,6 +36,21 @@ _ALLOWED = {
     "too_short": "a list of at least {min_length} values",
 }
 """What each kind of error means to somebody who types overrides."""
+
+
+def encoding_problems(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Texts of a configuration that can't be written down."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from encoding_problems(value, f"{prefix}{key}.")
+        else:
+            texts = [text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str)]
+            yield from (not_in_utf8(f"{prefix}{key}", text) for text in texts if not in_utf8(text))
+
+
+def not_in_utf8(key: str, value: str = "") -> Problem:
+    """The problem of a text, a file's name for example, that a configuration can't hold."""
+    return Problem(spelled(key), spelled(value), "text in UTF-8, which records can hold", "rename the file or folder")
 
 
 def type_problems(mapping: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> list[Problem]:

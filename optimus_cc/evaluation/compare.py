@@ -10,10 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from optimus_cc import checkpoints
+from optimus_cc import checkpoints, command
 from optimus_cc.config import RunConfig
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.parallel import ParallelConfig
@@ -110,7 +109,7 @@ def report(requests: list[Any], theirs: Scored, ours: Scored) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m optimus_cc.evaluation.compare", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("run", type=command.to_path, metavar="RUN_FOLDER")
     parser.add_argument("data_dir", metavar="DATA_DIR", help="holds TASK.jsonl for each of the paper's tasks")
     parser.add_argument("--limit", type=int, help="items of each task")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -143,4 +142,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

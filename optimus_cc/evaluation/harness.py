@@ -44,6 +44,13 @@ class MegatronLM(TemplateLM):
     def tok_decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
         return self._tokenizer.decode(tokens)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As lm-eval does for its own models, which can't score a continuation whose tokens are all shared with its
+        context: each of the two is then encoded by itself, as lm-eval does for encoder-decoder models."""
+        before, after = super()._encode_pair(context, continuation)
+        blanks = context[len(context.rstrip()) :]
+        return before, after or self.tok_encode(blanks + continuation)
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
@@ -51,11 +58,10 @@ class MegatronLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        parts = []
-        for (context, text), before, after in requests:
-            if not after:
-                raise ValueError(f"the continuation {text!r} of {context[-80:]!r} has no token of its own")
-            parts.append(windows.continuation(before or [self.prefix_token_id], after, self.max_length))
+        parts = [
+            windows.continuation(before or [self.prefix_token_id], after, self.max_length) if after else []
+            for _, before, after in requests  # what a vocabulary makes no token of, such as a blank, is certain
+        ]
         return [(score.log_probability, score.greedy) for score in self._score(parts)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from typing import Any
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.files import open_regular
+from optimus_cc.paths import in_utf8
 from optimus_cc.training.documents import read_json_lines
 from optimus_cc.training.errors import DataError
 
 Row = dict[str, Any]
 KEY = "evaluation.data_dir"
+
+
+_MATHQA_OPTION = re.compile(r"[abcd] \) .*?, |e \) .*?$")
+"""lm-eval's own expression: of a to d each ends with a comma and a space, and e with the text."""
 
 
 def _text(row: Mapping[str, Any], *keys: str) -> str | None:
@@ -46,9 +52,22 @@ def _piqa(row: Row) -> str | None:
 def _mathqa(row: Row) -> str | None:
     if (wrong := _text(row, "Problem", "options", "correct")) is not None:
         return wrong
-    if "a ) " not in row["options"]:
+    if not _MATHQA_OPTION.findall(row["options"]) or "a ) " not in row["options"]:
         return f"'options' is {row['options'][:60]!r}, not like 'a ) .. , b ) .. , c ) ..'"
-    return None if row["correct"] in set("abcde") else f"'correct' is {row['correct']!r}, not a letter from a to e"
+    if row["correct"] not in tuple("abcde"):
+        return f"'correct' is {row['correct']!r}, not a letter from a to e"
+    return None
+
+
+def _without_answer(row: Row) -> str | None:
+    """Of mathqa. lm-eval counts such an item as wrong, but can't begin with one, nor show it as an example."""
+    found = len(_MATHQA_OPTION.findall(row["options"]))
+    if "abcde".index(row["correct"]) < found:
+        return None
+    return (
+        f"the answer {row['correct']!r} is not among the {found} options that lm-eval finds in {row['options']!r}, "
+        "as the first item's has to be, and each one's with evaluation.num_fewshot"
+    )
 
 
 def _winogrande(row: Row) -> str | None:
@@ -97,8 +116,8 @@ def path_of(data_dir: str | Path, task: str) -> Path:
     return Path(data_dir) / f"{task}.jsonl"
 
 
-def read(path: Path, task: str) -> list[Row]:
-    """The items of ``task`` in a file.
+def read(path: Path, task: str, num_fewshot: int = 0) -> list[Row]:
+    """The items of ``task`` in a file, which others of the file are examples for if ``num_fewshot`` is not 0.
 
     Raises:
         ValueError: it can't be read, holds none, or a line is wrong; says which, and what is expected.
@@ -109,7 +128,11 @@ def read(path: Path, task: str) -> list[Row]:
         with open_regular(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_row(line, check, f"{path}, line {number}", looks_like))
+                    where = f"{path}, line {number}"
+                    rows.append(_row(line, check, where, looks_like))
+                    asked = task == "mathqa" and (len(rows) == 1 or num_fewshot > 0)
+                    if asked and (wrong := _without_answer(rows[-1])) is not None:
+                        raise ValueError(f"{where}: {wrong}")
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror or error}") from None
     if not rows:
@@ -124,11 +147,17 @@ def _row(line: bytes, check: Callable[[Row], str | None], where: str, looks_like
         raise ValueError(f"{where}: not UTF-8 (byte {error.start + 1}); expected is {looks_like}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); expected is {looks_like}") from None
-    wrong = check(row) if isinstance(row, dict) else "not a JSON object"
+    wrong = (_surrogate(row) or check(row)) if isinstance(row, dict) else "not a JSON object"
     if wrong is not None:
         raise ValueError(f"{where}: {wrong}; expected is {looks_like}")
     found: Row = row
     return found
+
+
+def _surrogate(row: Row) -> str | None:
+    if in_utf8(json.dumps(row, ensure_ascii=False)):
+        return None
+    return "it holds half of a surrogate pair, which is not a character"
 
 
 def problems(data_dir: str, tasks: Sequence[str], num_fewshot: int) -> Iterator[Problem]:
@@ -145,7 +174,7 @@ def problems(data_dir: str, tasks: Sequence[str], num_fewshot: int) -> Iterator[
             yield Problem(KEY, data_dir, allowed, "put it there, or leave the task out of evaluation.tasks")
             continue
         try:
-            rows = read(path, task)
+            rows = read(path, task, num_fewshot)
         except ValueError as error:
             yield Problem(KEY, data_dir, str(error), "mend that line, or take the file anew from where it came")
             continue

@@ -14,9 +14,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from optimus_cc import command
 from optimus_cc.config.errors import Problem, closest
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.evaluation import tasks
+from optimus_cc.evaluation.compare import requests_of
 
 _KEY = "evaluation.tasks"
 
@@ -25,6 +27,8 @@ def problems(settings: EvaluationConfig) -> list[Problem]:
     """What is wrong with the tasks; none: their items are here."""
     try:
         loaded = tasks.load(settings)
+        if settings.data_dir is not None and not tasks.generating(loaded):
+            requests_of(settings)  # each item as it will be asked: lm-eval says what it can't make of one
     except tasks.UnknownTask as error:
         close = closest(error.name, error.known)
         fix = f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks shows them all"
@@ -54,4 +58,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(lambda: main(sys.argv[1:])))

@@ -67,7 +67,7 @@ def load(settings: EvaluationConfig) -> dict[str, Any]:
         _check_names(settings.tasks, manager.all_tasks)
         loaded: dict[str, Any] = manager.load(list(settings.tasks))
         return loaded
-    found = [_local(task, settings.data_dir) for task in settings.tasks]
+    found = [_local(task, settings.data_dir, settings.num_fewshot) for task in settings.tasks]
     loaded = TaskManager(include_defaults=False).load(found)
     return loaded
 
@@ -87,7 +87,7 @@ def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
             raise UnknownTask(name, known)
 
 
-def _local(task: str, data_dir: str) -> dict[str, Any]:
+def _local(task: str, data_dir: str, num_fewshot: int) -> dict[str, Any]:
     """lm-eval's own description of a task, with items from a file and nothing else changed.
 
     Examples for few-shot prompts come from the same items; lm-eval leaves out the one that is asked about, given that
@@ -95,7 +95,7 @@ def _local(task: str, data_dir: str) -> dict[str, Any]:
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    rows = items.read(items.path_of(data_dir, task), task)
+    rows = items.read(items.path_of(data_dir, task), task, num_fewshot)
 
     def dataset(**_: Any) -> dict[str, Any]:
         import datasets

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from optimus_cc.config.errors import ConfigError, Problem
+from optimus_cc.figures import own_style
 from optimus_cc.simulation.step import StepTime
 from optimus_cc.simulation.trace import COMPUTES
 
@@ -43,13 +44,19 @@ def draw(path: Path, time: StepTime) -> None:
         ConfigError: matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        with own_style():
+            _draw(path, time)
     except ImportError:
         raise ConfigError(
             Problem("simulation.gantt", str(path), "null where matplotlib is missing", "pip install matplotlib")
         ) from None
+
+
+def _draw(path: Path, time: StepTime) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     config = time.plan.config
     stages = config.parallel.pipeline_parallel_size
     figure = Figure(figsize=(12, 1.2 + 0.7 * stages))

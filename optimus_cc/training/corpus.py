@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from optimus_cc import command
 from optimus_cc.config import ConfigError, RunConfig, load
 from optimus_cc.config.data import JsonLinesConfig
 from optimus_cc.config.fingerprint import fingerprint
@@ -35,6 +36,7 @@ from optimus_cc.files import read_text
 from optimus_cc.process import let_threads_sleep
 from optimus_cc.training.documents import read_json_lines, read_wikipedia, wikipedia_dump
 from optimus_cc.training.errors import DataError
+from optimus_cc.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from optimus_cc.training.tokenizer import Tokenizer
@@ -495,13 +497,15 @@ def _check_size(config: RunConfig, folder: Path, report: Report) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Prepare the corpus of a resolved configuration. Returns 0, 2 for a configuration error, 3 for a data error."""
     parser = argparse.ArgumentParser(prog="python -m optimus_cc.training.corpus", description=main.__doc__)
-    parser.add_argument("config", metavar="CONFIG.yaml", type=Path, help="a resolved run configuration")
+    parser.add_argument("config", metavar="CONFIG.yaml", type=command.to_path, help="a resolved run configuration")
     path = parser.parse_args(arguments).config
     let_threads_sleep()
-    from omegaconf import OmegaConf
-
     try:
-        mapping: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        mapping = read_yaml(path)
+    except (OSError, ValueError) as error:
+        print(f"{path}: not a configuration that can be read ({error})", file=sys.stderr)
+        return 2
+    try:
         prepare(load(mapping), report=functools.partial(print, flush=True))
     except DataError as error:
         print(f"DataError: {error}", file=sys.stderr)
@@ -513,4 +517,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from optimus_cc.config import RunConfig
 from optimus_cc.training import corpus
+from optimus_cc.training.errors import DataError
 
 Sample = dict[str, Tensor]
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -103,7 +104,24 @@ def batches(
         # An iterator draws a base seed for its workers: from the global generator unless it is given its own.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return iter(loader) if num_workers == 0 else _of_workers(iter(loader))
+
+
+def _of_workers(found: Iterator[Sample]) -> Iterator[Sample]:
+    """What workers read ahead; a failure of theirs for want of shared memory says what helps.
+
+    Raises:
+        DataError: their batches don't fit into the machine's shared memory.
+    """
+    try:
+        yield from found
+    except (RuntimeError, OSError) as error:
+        if not any(word in str(error) for word in ("shared memory", "shm", "Bus error", "torch_")):
+            raise
+        raise DataError(
+            f"processes that read batches ahead found too little shared memory (/dev/shm): "
+            f"training.data_workers=0 needs none, and docker run --shm-size gives more ({error})"
+        ) from error
 
 
 class _FixedLength(Dataset[Sample]):

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import bz2
-import gzip
 import importlib.util
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from optimus_cc.files import check_regular
+from optimus_cc.training import compressed
 from optimus_cc.training.errors import DataError
 
 if TYPE_CHECKING:
     from mwparserfromhell.nodes import Template
     from mwparserfromhell.wikicode import Wikicode
-
-_CHUNK_BYTES = 2**20
 
 # --- JSON lines ------------------------------------------------------------------------------------------------------
 
@@ -28,7 +24,8 @@ _CHUNK_BYTES = 2**20
 def read_json_lines(path: Path, text_key: str, *, said_by: str = "data.text_key") -> Iterator[str]:
     """The text of each line of a JSON-lines file; ``""`` where a line or its text is blank.
 
-    ``.gz`` and ``.zst`` files are decompressed on the way. Memory: one line.
+    Compressed files are decompressed on the way: :mod:`optimus_cc.training.compressed`. Memory: one line, and what the
+    compressor asks for.
 
     Args:
         said_by: the key of the configuration that ``text_key`` comes from.
@@ -45,13 +42,13 @@ def read_json_lines(path: Path, text_key: str, *, said_by: str = "data.text_key"
             f"with the document's text as a string under {text_key!r} ({said_by})."
         )
 
-    lines = _lines(path)
+    lines = compressed.lines(path)
     while True:
         number += 1
         try:
             line = next(lines, None)
-        except (EOFError, zlib.error, gzip.BadGzipFile, _zstd_error()) as error:
-            raise broken(f"the compressed data is damaged or cut off ({error})") from None
+        except compressed.Damaged as error:
+            raise broken(str(error)) from None
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
         if line is None:
@@ -87,47 +84,6 @@ def read_json_lines(path: Path, text_key: str, *, said_by: str = "data.text_key"
 def _json_type(value: Any) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    check_regular(path)
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as file:
-            yield from file
-    elif path.suffix == ".zst":
-        rest = b""
-        for chunk in _zstd_chunks(path):
-            *complete, rest = (rest + chunk).split(b"\n")
-            yield from complete
-        if rest:
-            yield rest
-    else:
-        with path.open("rb") as file:
-            yield from file
-
-
-def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    """Decompressed pieces of a file of zstd frames."""
-    # The package's stream reader takes a file that is cut off for a complete one, hence the frame by frame loop.
-    import zstandard
-
-    frame = None
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            while chunk:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(chunk)
-                chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("end of file before the end of the zstd frame")
-
-
-def _zstd_error() -> type[Exception]:
-    try:
-        import zstandard
-    except ImportError:
-        return EOFError
-    return zstandard.ZstdError
 
 
 # --- Wikipedia -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.collect import Collected, collect, load, save, table_path
-from analysis.columns import TABLES
+from analysis.columns import TABLES, empty
+from analysis.convert import to_frame
 from launchers.status import select
 from optimus_cc.config.compose import CONF
 from optimus_cc.runs import RunFolder, Status
@@ -324,3 +325,14 @@ def test_the_page_describes_every_column() -> None:
         assert stated == [
             (name, column.dtype, column.unit or "-", column.meaning) for name, column in TABLES[table].items()
         ]
+
+
+@pytest.mark.parametrize("technique", ["NA", "null", "nan", "None", "N/A"])
+def test_a_techniques_name_survives_csv(tmp_path: Path, technique: str) -> None:
+    tables = {table: empty(table) for table in TABLES}
+    row = {name: [technique if name == "technique" else None] for name in TABLES["runs"]}
+    tables["runs"] = to_frame("runs", [row])
+    save(tables, tmp_path / "results.csv")
+    found = load(tmp_path / "results.csv")["runs"]
+    assert list(found["technique"]) == [technique]
+    assert found["cause"].isna().all()

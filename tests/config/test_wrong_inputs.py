@@ -34,6 +34,13 @@ WRONG: list[tuple[str, str, str]] = [
     ("hydra.nope=1", "command line", "hydra.nope"),
     ("-m 'hydra.sweeper.params={training.seed: 1}'", "command line", "Hydra says"),
     ("a@b=c", "a@b", "an existing key"),
+    # texts that look like numbers, names that can't be written down, homes that aren't there
+    ("data=jsonl data.path=pyproject.toml data.label=1e3", "data.label", "fix:     'data.label=\"1e3\"'"),
+    ("data=jsonl data.path=pyproject.toml data.label=695e0514", "data.label", "fix:     'data.label=\"695e0514\"'"),
+    ("data=jsonl data.path=[1e3,a]", "data.path", "fix:     'data.path=[\"1e3\",a]'"),
+    ("data=jsonl data.path=caf\udce9", "data.path", "caf\\xe9"),
+    ("data=jsonl 'data.path=\"caf\udce9\"'", "data.path", "UTF-8"),
+    ("\"runs_dir='~nobody_is_called_so/x'\"", "runs_dir", "./~nobody_is_called_so/x"),
     # options and keys that are said in the wrong way
     ("ablation=cb", "ablation", "fix:     +ablation=cb"),
     ("++ablation=cb", "ablation", "fix:     +ablation=cb"),

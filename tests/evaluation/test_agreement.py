@@ -129,6 +129,28 @@ def test_rolling_log_likelihoods_and_texts_without_a_context(whole: Whole) -> No
     assert ours.loglikelihood([instance("loglikelihood", "  ", short)]) == ours.loglikelihood([without[1]])
 
 
+def test_continuations_that_share_tokens_with_their_context() -> None:
+    """lm-eval's own model fails where no token is left; elsewhere the tokens are the ones that it asks for."""
+    from lm_eval.api.model import TemplateLM
+
+    tokenizer = Tokenizer.train(["你好"] * 50 + ["ab abc"] * 50, 400)
+    asked: list[Part] = []
+
+    def score(requests: Sequence[Sequence[Part]]) -> list[Score]:
+        asked.extend(part for parts in requests for part in parts)
+        return [Score(-1.0, False) for _ in requests]
+
+    model = MegatronLM(tokenizer, 64, score)
+    whole, first = tokenizer.encode("你好"), tokenizer.encode("你")
+    assert len(whole) <= len(first)
+    model._loglikelihood_tokens([(("你", "好"), *model._encode_pair("你", "好"))])
+    (part,) = asked
+    assert tokenizer.decode([*part.inputs, *part.targets[-1:]]) == "你好"
+    assert tokenizer.decode(part.targets) == "好"
+    for pair in (("ab ", "abc"), ("ab", " abc"), ("a", "bc ab")):
+        assert model._encode_pair(*pair) == TemplateLM._encode_pair(model, *pair)
+
+
 def test_generation_says_that_it_is_not_there(whole: Whole) -> None:
     with pytest.raises(NotImplementedError, match="generates none"):
         whole.ours("single", 1).generate_until([])

@@ -56,6 +56,9 @@ BROKEN: list[tuple[str, Any, str]] = [
         "'answer' of an entry of 'problems' is 'E'",
     ),
     ("piqa", [1], "not a JSON object"),
+    ("piqa", {"goal": "\ud800", "sol1": "b", "sol2": "c", "label": 1}, "half of a surrogate pair"),
+    ("race", {"article": "a", "problems": "[]", "more": ["\udc00"]}, "half of a surrogate pair"),
+    ("mathqa", {"Problem": "a", "options": "a ) 1", "correct": "a"}, "not like 'a ) .. ,"),
 ]
 
 
@@ -123,3 +126,20 @@ def test_documents_that_hold_something_else(tmp_path: Path, content: bytes, said
     assert not list(items.document_problems(dataclasses.replace(this, perplexity=False)))
     # What is not read is not looked at.
     assert bool(list(items.document_problems(dataclasses.replace(this, limit=1)))) == (b'"one"' not in content)
+
+
+def test_mathqa_answers_that_lm_eval_does_not_find(tmp_path: Path) -> None:
+    """Of a to d an option ends with a comma: the last of four is none, which real items have, too."""
+    path = items.path_of(files.write(tmp_path), "mathqa")
+    lines = path.read_text().splitlines()
+    lost = json.dumps({"Problem": "a", "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4", "correct": "d"})
+    for position, num_fewshot, wrong in ((0, 0, True), (2, 0, False), (2, 1, True)):
+        path.write_text("\n".join([*lines[:position], lost, *lines[position:]]) + "\n")
+        found = list(items.problems(str(tmp_path), ["mathqa"], num_fewshot))
+        assert [f"{path}, line {position + 1}" in problem.allowed for problem in found] == [True] * wrong
+        settings: Any = EvaluationConfig
+        asked = settings(data_dir=str(tmp_path), tasks=("mathqa",), num_fewshot=num_fewshot)
+        if not wrong:
+            from optimus_cc.evaluation.compare import requests_of
+
+            assert len(requests_of(asked)) == 5 * len(lines) + 3

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib.util
 import json
+import lzma
 import random
 import re
 from importlib.machinery import ModuleSpec
@@ -51,7 +53,7 @@ def test_broken_line_is_named(tmp_path: Path, line: bytes, expected: str, positi
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("damage", ["cut", "garbled", "not compressed"])
+@pytest.mark.parametrize("damage", ["cut", "garbled"])
 def test_damaged_compression_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
     source = random.Random(0)
     plain = b"".join(b'{"text": "%d"}\n' % source.getrandbits(200) for _ in range(2000))
@@ -60,7 +62,6 @@ def test_damaged_compression_is_named(tmp_path: Path, suffix: str, damage: str) 
     broken = {
         "cut": packed[:middle],
         "garbled": packed[:middle] + bytes(64) + packed[middle + 64 :],
-        "not compressed": plain,
     }[damage]
     path = tmp_path / f"damaged.jsonl{suffix}"
     path.write_bytes(broken)
@@ -134,3 +135,27 @@ def test_gensim_without_the_dump_is_explained(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(DataError, match=r"lacks .*pip install 'gensim"):
         wikipedia_dump()
+
+
+def _packed(kind: str, plain: bytes) -> bytes:
+    if kind == "zstd":
+        options = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=False)
+        packer = zstandard.ZstdCompressor(compression_params=options).compressobj()  # as from a pipe: of unknown size
+        return packer.compress(plain) + packer.flush()
+    return {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}[kind](plain)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zstd"])
+def test_compression_is_known_by_the_first_bytes(tmp_path: Path, kind: str) -> None:
+    plain = b'{"text": "one"}\n{"text": "two"}\n' * 300
+    packed = _packed(kind, plain)
+    for name in ("a.jsonl", "a.jsonl.GZ", "a.zst"):
+        path = tmp_path / name
+        path.write_bytes(packed + packed)
+        assert list(read_json_lines(path, "text")) == ["one", "two"] * 600
+        path.write_bytes(packed[: len(packed) * 2 // 3])
+        with pytest.raises(DataError, match="damaged or cut off"):
+            list(read_json_lines(path, "text"))
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04....")
+    with pytest.raises(DataError, match="zip archive"):
+        list(read_json_lines(tmp_path / "a.zip", "text"))
