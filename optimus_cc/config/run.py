@@ -35,6 +35,11 @@ from optimus_cc.exposure import Schedule
 from optimus_cc.stage_parameters import layer_matrices
 from optimus_cc.wire_size import wire_nbytes
 
+MAX_SAMPLES = 2**31 - 1
+"""Of a training and of a validation pass: Megatron-core keeps an index of all of them in memory, 12 bytes for each."""
+MAX_MESSAGES = 1_000_000
+"""Of a step, in one direction: their order is laid out in full, here and by every rank."""
+
 _UNSCIENTIFIC = {
     "technique": {"name"},
     "data": {"cache_dir", "path", "weights"},
@@ -215,10 +220,13 @@ class RunConfig:
             if self.task.name == "export":
                 yield from self.export.problems()
             return  # nothing is trained
-        yield from self._batch_problems()
+        batches = list(self._batch_problems())
+        yield from batches
+        yield from self._optimizer_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()
-        yield from self._probes_problems()
+        if not batches:
+            yield from self._schedule_problems()
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
@@ -305,8 +313,38 @@ class RunConfig:
                 f"{stages} for the interleaved schedule",
                 f"training.global_batch_size={-(-self.num_microbatches // stages) * stages * per_step}",
             )
-            return
+        for key, count in (("steps", training.steps), ("validation_batches", training.validation_batches)):
+            if count * training.global_batch_size > MAX_SAMPLES:
+                yield Problem(
+                    f"training.{key}",
+                    count,
+                    f"at most {MAX_SAMPLES:,} samples: training.{key} x training.global_batch_size = "
+                    f"{count * training.global_batch_size:,}",
+                    f"training.{key}={max(1, MAX_SAMPLES // training.global_batch_size)}",
+                )
+        messages = self.num_microbatches * parallel.num_virtual_stages
+        if messages > MAX_MESSAGES:
+            yield Problem(
+                "training.micro_batch_size",
+                training.micro_batch_size,
+                f"at most {MAX_MESSAGES:,} forward passes in a step: {self.num_microbatches:,} micro-batches x "
+                f"{parallel.num_virtual_stages} stages = {messages:,}",
+                "a larger micro_batch_size, or a smaller global_batch_size",
+            )
+
+    def _optimizer_problems(self) -> Iterator[Problem]:
+        if self.optimizer.name != "adam" and self.parallel.distributed_optimizer:
+            yield Problem(
+                "parallel.distributed_optimizer",
+                True,
+                f"false with optimizer.name = {self.optimizer.name}: Megatron-core shards the state of adam only",
+                "parallel.distributed_optimizer=false, or optimizer.name=adam",
+            )
+
+    def _schedule_problems(self) -> Iterator[Problem]:
+        """What only shows in the order of a step's messages."""
         yield from self.technique.cb.schedule_problems(self.schedule)
+        yield from self._probes_problems()
 
     def _technique_problems(self) -> Iterator[Problem]:
         """What the model and the length of training have to say about the technique."""
