@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from optimus_cc import checkpoints
-from optimus_cc.claims import check_same_experiment
+from optimus_cc.claims import check_same_experiment, folder_of
 from optimus_cc.config import RunConfig
 from optimus_cc.runs import RunConflict, RunFolder
 
@@ -59,7 +59,7 @@ def plan(configs: Sequence[RunConfig]) -> list[Planned]:
     found: list[Planned] = []
     first: dict[Path, int] = {}
     for number, config in enumerate(configs, start=1):
-        folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+        folder = folder_of(config)
         earlier = first.setdefault(folder.path, number)
         if earlier != number:
             found.append(Planned(config, folder, "twice", remark=f"it is the same run as number {earlier}"))

@@ -156,6 +156,19 @@ class Status:
         return self.host == socket.gethostname() and self.pid is not None and not ownership.process_exists(self.pid)
 
 
+def _check_size(value: Any, most: int = 10**6) -> None:
+    """Raises:
+    ValueError: a few aliases stand for more values than anybody could write down again.
+    """
+    left, rest = most, [value]
+    while rest:
+        one = rest.pop()
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {most:,} values")
+        rest.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+
+
 class RunFolder:
     """Reads and writes one folder. Making one touches nothing; :func:`optimus_cc.claims.claim` starts a run in it."""
 
@@ -190,7 +203,10 @@ class RunFolder:
         import yaml
 
         try:
+            if not self.config_path.is_file():  # reading a FIFO would wait for ever
+                return None
             value = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            _check_size(value)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
         return value if isinstance(value, dict) else None

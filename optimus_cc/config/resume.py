@@ -8,6 +8,7 @@ from typing import Any
 
 from optimus_cc import checkpoints
 from optimus_cc.config.errors import Problem
+from optimus_cc.config.identity import without_dead_keys
 
 _KEY = "training.resume_from"
 _MUST_AGREE = (("model", None), ("optimizer", "name"), ("training", "global_batch_size"))
@@ -35,7 +36,7 @@ def resume_problems(path: str, science: Mapping[str, Any], steps: int) -> Iterat
         return
     if found.step >= steps:
         yield Problem(_KEY, path, f"a checkpoint before training.steps = {steps}", f"training.steps={2 * found.step}")
-    theirs = (found.manifest() or {}).get("scientific", {})
+    theirs = without_dead_keys((found.manifest() or {}).get("scientific", {}))
     for group, key in _MUST_AGREE:
         ours = science[group] if key is None else science[group][key]
         other = theirs.get(group) if key is None else theirs.get(group, {}).get(key)

@@ -19,6 +19,7 @@ from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
@@ -131,8 +132,13 @@ class RunConfig:
     def scientific(self) -> dict[str, Any]:
         """What this run computes: the part of the configuration that its identity is made of.
 
-        Files are represented by what they hold, not by where they lie.
+        Files are represented by what they hold, not by where they lie; keys that compute nothing beside the others by
+        their default.
         """
+        return without_dead_keys(self._said())
+
+    def _said(self) -> dict[str, Any]:
+        """The same with what was said of keys that compute nothing: once ids were made of this."""
         mapping = self.to_mapping()
         science = {
             group: {key: value for key, value in mapping[group].items() if key not in _UNSCIENTIFIC.get(group, ())}
@@ -165,7 +171,16 @@ class RunConfig:
     @property
     def run_id(self) -> str:
         """Readable slug and a hash over :meth:`scientific`; under 100 bytes, safe as a folder's name."""
-        canonical = json.dumps(self.scientific(), sort_keys=True, separators=(",", ":"))
+        return self.run_ids[0]
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """:attr:`run_id`, and what a run with this configuration may be called from before, if that is another id."""
+        said = self._said()
+        return tuple(dict.fromkeys(map(self._id_of, (without_dead_keys(said), said))))
+
+    def _id_of(self, science: Mapping[str, Any]) -> str:
+        canonical = json.dumps(science, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
         slug = "-".join((self.model.name, self.parallel.label, self.technique.label, f"s{self.training.seed}"))
         return f"{slug[:88]}-{digest}"

@@ -43,6 +43,7 @@ from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.communication.gradient_sync import unwrapped
 from optimus_cc.config import RunConfig
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import from_json, replace_file, to_json
 from optimus_cc.training.backend import Backend
@@ -301,7 +302,8 @@ class Checkpoints:
     def _differences(self, found: Checkpoint) -> list[str]:
         """What of this run isn't as it was when ``found`` was saved, as far as a rank's own state depends on it."""
         manifest = found.manifest() or {}
-        theirs, ours = manifest.get("scientific", {}), from_json(to_json(self._config.scientific()))
+        theirs = without_dead_keys(manifest.get("scientific", {}))
+        ours = from_json(to_json(self._config.scientific()))
         names = {"parallel": "layout", "technique": "technique"}
         differences = [word for group, word in names.items() if theirs.get(group) != ours[group]]
         if manifest.get("world_size") != self._backend.world_size and "layout" not in differences:
