@@ -405,7 +405,7 @@ def test_resubmit_ends_at_what_cannot_be_a_configuration(
     else:
         layers = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 12)]
         place.write_text("\n".join(["x0: &x0 [1]", *layers]))
-    assert main(["resubmit", "--runs-dir", str(tmp_path)]) == 2
+    assert main(["resubmit", "--runs-dir", str(tmp_path), "--failed"]) == 2
     said = capsys.readouterr().err
     assert "config.yaml can't be read" in said
     assert "nothing was started" in said
@@ -415,5 +415,5 @@ def test_resubmit_ends_at_what_cannot_be_a_configuration(
 def test_runs_that_could_leave_nothing_do_not_start(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = changed(tiny(), runs_dir=str(tmp_path / place))
-    with pytest.raises(ConfigError, match="runs_dir = .*\\n.*can be written"):
+    with pytest.raises(ConfigError, match="a folder that can be written"):
         run_all([config])
