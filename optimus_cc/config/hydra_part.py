@@ -22,8 +22,9 @@ def hydra_problems(composed: DictConfig) -> Iterator[Problem]:
     batch = written["sweeper"].get("max_batch_size")
     if isinstance(batch, int) and batch < 1:
         yield Problem("hydra.sweeper.max_batch_size", batch, "a whole number of at least 1, or null", "leave it out")
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().cfg = composed  # what the resolver ${hydra:...} looks into
+    holder: Any = HydraConfig.instance()
+    before = holder.cfg
+    holder.cfg = composed  # what the resolver ${hydra:...} looks into
     try:
         with open_dict(hydra):
             for node, key, value in ((hydra.job, "id", "0"), (hydra.job, "num", 0), (hydra.runtime, "output_dir", ".")):
@@ -42,12 +43,12 @@ def hydra_problems(composed: DictConfig) -> Iterator[Problem]:
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         reason = str(error).partition("\n")[0]
-        value = OmegaConf.to_container(composed, resolve=False)
+        found: Any = OmegaConf.to_container(composed, resolve=False)
         for part in key.split("."):
-            value = value.get(part, "") if isinstance(value, dict) else ""
-        yield Problem(key, value, f"a value ({reason})", f"{key}=VALUE, or leave it out")
+            found = found.get(part, "") if isinstance(found, dict) else ""
+        yield Problem(key, found, f"a value ({reason})", f"{key}=VALUE, or leave it out")
     finally:
-        HydraConfig.instance().cfg = before
+        holder.cfg = before
 
 
 def plugin_problems(master: DictConfig) -> Iterator[Problem]:

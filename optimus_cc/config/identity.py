@@ -31,7 +31,7 @@ def without_dead_keys(science: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dead_in_optimizer(optimizer: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
-    dead = dict(_OF_SGD if optimizer.get("name") == "adam" else _OF_ADAM)
+    dead: dict[str, float | None] = dict(_OF_SGD if optimizer.get("name") == "adam" else _OF_ADAM)
     if optimizer.get("decay_style") == "constant":
         dead["min_learning_rate"] = 0.0
         if optimizer.get("warmup_fraction") == 0:  # else it is a share of these

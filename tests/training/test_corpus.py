@@ -421,7 +421,8 @@ def test_looking_for_a_corpus_imports_neither_torch_nor_megatron(tmp_path: Path)
 
 def test_progress_of_a_long_preparation_takes_few_lines() -> None:
     """They stay on the screen, and in the log of whoever has no terminal."""
-    now, lines = 0.0, []
+    now = 0.0
+    lines: list[str] = []
     progress = corpus._Progress(lines.append, "x", clock=lambda: now)
     for second in range(60):
         now = float(second)
