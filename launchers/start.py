@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +47,18 @@ def check_can_be_written(runs_dir: str) -> None:
     """
     from optimus_cc.config import ConfigError, Problem
 
+    place = Path(runs_dir)
+    missing = []
     try:
-        Path(runs_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=runs_dir) as file:
+        missing = [folder for folder in (place, *place.parents) if not folder.exists()]
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"1")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         problem = Problem("runs_dir", runs_dir, f"a folder that can be written ({reason})", "runs_dir=FOLDER")
         raise ConfigError(problem) from None
+    finally:
+        for folder in missing:  # until something is to be kept in it
+            with suppress(OSError):
+                folder.rmdir()

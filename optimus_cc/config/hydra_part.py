@@ -14,6 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc.config.errors import Problem
 
+_AS_TYPED = ("overrides", "override_dirname")
+"""Parts that hold the command line: what it refers to is looked up where it counts."""
+
 
 def hydra_problems(composed: DictConfig) -> Iterator[Problem]:
     """What is wrong with ``composed.hydra``, a run's or that of a whole sweep."""
@@ -30,9 +33,11 @@ def hydra_problems(composed: DictConfig) -> Iterator[Problem]:
             for node, key, value in ((hydra.job, "id", "0"), (hydra.job, "num", 0), (hydra.runtime, "output_dir", ".")):
                 if OmegaConf.is_missing(node, key):
                     node[key] = value  # Hydra fills it in when the run starts
-        for key in hydra:
-            if key != "overrides" and not OmegaConf.is_missing(hydra, key):  # those are kept as they were typed
-                part = hydra[key]
+        for node in (hydra, hydra.job):
+            for key in node:
+                if key in ("job", *_AS_TYPED) or OmegaConf.is_missing(node, key):
+                    continue
+                part = node[key]
                 if OmegaConf.is_config(part):
                     OmegaConf.to_container(part, resolve=True)
         verbose = hydra.verbose
