@@ -9,12 +9,15 @@ from typing import Any
 from hydra import version
 from hydra._internal.utils import _run_hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc import command, tasks
 from optimus_cc.config import ConfigError, compose
 from optimus_cc.config.help import help_text
+from optimus_cc.config.sweeps import Composing
 
 
 def job(composed: DictConfig) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def main() -> int:
             return 0
         information = compose.asks_for_information(arguments)
         if not information:
-            compose.compose(arguments)  # every run of a sweep that is known is right, or none starts
+            compose.compose(arguments, Composing())  # every run of a sweep that is known is right, or none starts
         try:
             _run_hydra(
                 args=arguments,
@@ -61,8 +64,9 @@ def main() -> int:
                 config_name=compose.PRIMARY,
             )
         except compose.MISTAKES as error:
-            if not information or isinstance(error, ConfigError):
-                raise
+            hydras_own = isinstance(error, (HydraException, OmegaConfBaseException))
+            if isinstance(error, ConfigError) or not (information or hydras_own):
+                raise  # a task's
             raise compose.explain(arguments, error) from None
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -36,9 +36,10 @@ class OptimusLauncher(Launcher):
         from launchers.start import run_all
         from launchers.sweep import exit_code
         from optimus_cc.config.compose import compose_jobs, uses_basic_sweeper
+        from optimus_cc.config.sweeps import Composing
 
         setup_globals()
-        jobs = compose_jobs(self.hydra_context.config_loader, self.config, job_overrides)
+        jobs = compose_jobs(self.hydra_context.config_loader, self.config, job_overrides, Composing())
         for index, (job, _) in enumerate(jobs, start=initial_job_idx):
             with open_dict(job):
                 job.hydra.job.id = job.hydra.job.num = index

@@ -21,6 +21,7 @@ from launchers.scores import table
 from launchers.supervise import Stop, last_lines
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
+from optimus_cc.claims import folder_of
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.config.evaluation import TASKS
 from optimus_cc.config.launcher import SlurmConfig
@@ -88,7 +89,7 @@ def check_before_training(configs: Sequence[RunConfig]) -> None:
     seen = []
     for config in configs:
         by_job = isinstance(config.launcher, SlurmConfig) and "evaluate" in config.launcher.after
-        folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+        folder = folder_of(config)
         status = folder.status()
         through = status is not None and status.state == "finished" and not config.force
         wanted = by_job or (config.evaluation.after_training and not (through and not is_due(config, folder)))

@@ -15,6 +15,7 @@ from launchers.plan import Planned, count, plan
 from launchers.progress import number
 from optimus_cc import disk_budget
 from optimus_cc.config import ConfigError, RunConfig
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.config.launcher import SlurmConfig
 from optimus_cc.config.schema import changed
 from optimus_cc.records import from_json, to_json
@@ -157,7 +158,7 @@ class _Measured:
             science = (folder.provenance() or {}).get("scientific")
             status = folder.status()
             if isinstance(science, dict) and status is not None:
-                yield _Attempt(folder, science, status)
+                yield _Attempt(folder, without_dead_keys(science), status)
 
 
 def _of_this_run(planned: Planned, device: str, measured: _Measured) -> StepTime | None:

@@ -20,7 +20,7 @@ from launchers.processes.preloaded import Borrowed, Lender, Parents
 from launchers.progress import Progress, format_summary
 from launchers.supervise import Stop, last_lines, supervise, threads_of_each
 from optimus_cc import checkpoints, disk_budget, process
-from optimus_cc.claims import Claim, claim
+from optimus_cc.claims import Claim, claim, folder_of
 from optimus_cc.config import ConfigError, Problem, RunConfig
 from optimus_cc.files import open_regular
 from optimus_cc.records import JsonLinesTail
@@ -61,7 +61,6 @@ def train(
         print(dry_run([config]))
         return {}
     from launchers import evaluate
-    from launchers.plan import folder_of
     from launchers.slurm import view
 
     device, notices = choose_device(config, ranks_here)

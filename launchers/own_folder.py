@@ -10,6 +10,7 @@ from typing import Any
 
 from launchers.local import RunRanks, relative, run_ranks
 from launchers.progress import Progress
+from launchers.start import check_can_be_written
 from launchers.supervise import Stop
 from optimus_cc import provenance
 from optimus_cc.claims import write_origin
@@ -21,6 +22,7 @@ from optimus_cc.runs import RunFailed, RunFolder
 def make_folder(config: RunConfig, parent: str, stem: str) -> RunFolder:
     """``runs_dir/PARENT/STEM-TIME``, with the configuration and where it came from; never one that is there."""
     base = Path(config.runs_dir).absolute() / parent
+    check_can_be_written(config.runs_dir)
     base.mkdir(parents=True, exist_ok=True)
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1

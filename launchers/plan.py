@@ -10,7 +10,7 @@ from typing import Literal
 
 from launchers.slurm import view
 from optimus_cc import checkpoints
-from optimus_cc.claims import check_same_experiment
+from optimus_cc.claims import check_same_experiment, folder_of
 from optimus_cc.config import RunConfig
 from optimus_cc.runs import RunConflict, RunFolder
 
@@ -68,10 +68,6 @@ def plan(configs: Sequence[RunConfig]) -> list[Planned]:
         else:
             found.append(_planned(config, folder, over.get(folder.path)))
     return found
-
-
-def folder_of(config: RunConfig) -> RunFolder:
-    return RunFolder(Path(config.runs_dir).absolute() / config.run_id)
 
 
 def count(planned: Sequence[Planned]) -> str:

@@ -64,11 +64,12 @@ def _config(runs_dir: Path, run: Run) -> RunConfig | str:
     try:
         frozen: Any = folder.run_config()
         config: RunConfig = dataclasses.replace(frozen, runs_dir=str(runs_dir.absolute()), force=False)
-        run_id = config.run_id
+        run_ids = config.run_ids
     except (RuntimeError, OSError, ValueError) as error:
         return f"{run.run_id}: {error}"
-    if run_id != run.run_id:
+    if run.run_id not in run_ids:
         return (
-            f"{run.run_id}: its config.yaml is {run_id}'s now: a file that it reads has changed, or the folder's name"
+            f"{run.run_id}: its config.yaml is {run_ids[0]}'s now: "
+            "a file that it reads has changed, or the folder's name"
         )
     return config

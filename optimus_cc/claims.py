@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc import checkpoints, ownership, provenance
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.files import read_text
 from optimus_cc.ownership import STALE_S, Held, Ownership
 from optimus_cc.provenance import utc_now
@@ -151,6 +152,13 @@ def withdraw(folder: RunFolder, state: Literal["cancelled", "failed"], cause: st
             lock.release()
 
 
+def folder_of(config: RunConfig) -> RunFolder:
+    """Where the run of ``config`` is, or will be: under its id, or under the one that it had before, if it is there."""
+    base = Path(config.runs_dir).absolute()
+    now, *before = [RunFolder(base / run_id) for run_id in config.run_ids]
+    return next((folder for folder in (now, *before) if folder.exists()), now)
+
+
 def check_same_experiment(folder: RunFolder, config: RunConfig) -> None:
     """A folder's name holds a short hash only, and folders can be copied or edited.
 
@@ -191,7 +199,7 @@ def _take(
 ) -> Claim:
     """What ``prepare`` makes of the configuration's folder under its lock; a claim on a finished run, if there is one.
     ``prepare`` must not close the lock."""
-    folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
+    folder = folder_of(config)
     with _writing(folder):
         if not config.force and (done := _finished(folder, config, code)):
             return done
@@ -277,7 +285,7 @@ def _freeze(folder: RunFolder, config: RunConfig, code: provenance.CodeVersion, 
             how = f"going on from its checkpoint of step {last.step}" if last else "starting again"
             notes.append(f"{_describe_end(folder, found)}: {how}; its logs and metrics are kept in {place}")
     folder.logs.mkdir(exist_ok=True)
-    write_origin(folder, config, code, run_id=config.run_id, scientific=config.scientific())
+    write_origin(folder, config, code, run_id=folder.run_id, scientific=config.scientific())
     claimed = Claim(folder, Status("queued"), notes=tuple(notes), _lock=lock)
     claimed.update(
         total_steps=config.training.steps,
@@ -318,7 +326,7 @@ def _recorded_science(folder: RunFolder) -> dict[str, Any] | None:
     """What the run in a folder computes; None if there is no run in it."""
     recorded = (folder.provenance() or {}).get("scientific")
     if isinstance(recorded, dict):
-        return recorded
+        return without_dead_keys(recorded)
     if not folder.config_path.exists():
         return None
     from optimus_cc.config import load

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from optimus_cc import ownership
-from optimus_cc.files import read_text
 from optimus_cc.ownership import HEARTBEAT_S as HEARTBEAT_S
 from optimus_cc.ownership import STALE_S
 from optimus_cc.provenance import utc_now

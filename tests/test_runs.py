@@ -410,7 +410,7 @@ def test_another_experiment_under_the_same_id(
     if not recorded:
         folder.provenance_path.unlink()
     other = _changed(config, training=_changed(config.training, seed=99))
-    monkeypatch.setattr(RunConfig, "run_id", folder.run_id)
+    monkeypatch.setattr(RunConfig, "run_ids", (folder.run_id,))
     before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("[!.]*")}
     for attempt in (other, _forced(other)):
         with pytest.raises(RunConflict, match=r"training.seed: 1234 in the folder, 99 asked for"):

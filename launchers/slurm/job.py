@@ -166,7 +166,7 @@ def _queue_again(folder: RunFolder, config: RunConfig, mine: Record) -> str | No
 
 def _put_back(folder: RunFolder, config: RunConfig) -> str | None:
     """Put the run back into the queue; why not, if it was interrupted too often or isn't the same any more."""
-    if config.run_id != folder.run_id:
+    if folder.run_id not in config.run_ids:
         return f"{folder.run_id} does not go on: a file that it reads has changed, and with it what it computes"
     queue(config)
     mine, status, launcher = record.read(folder), folder.status(), config.launcher

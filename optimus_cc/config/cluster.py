@@ -122,7 +122,7 @@ class CalibrationRecord:
 class ClusterConfig:
     name: Name
     num_nodes: PositiveInt = 1
-    ranks_per_node: PositiveInt
+    ranks_per_node: Annotated[int, Field(ge=1, le=1024)]
     """GPUs of a node, or processes that a node without GPUs may run."""
     device: DeviceConfig = DeviceConfig()
     intra_node: LinkConfig = LinkConfig()

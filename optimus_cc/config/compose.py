@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,8 +29,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc import tasks
-from optimus_cc.config import of_run
+from optimus_cc.config import of_run, sweeps
 from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest, suggest
+from optimus_cc.config.hydra_part import hydra_problems, missing_variable, plugin_problems
 from optimus_cc.config.quoting import with_quotes
 from optimus_cc.config.type_problems import not_in_utf8
 from optimus_cc.paths import at_home, in_utf8
@@ -78,7 +79,23 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentPar
             raise ConfigError(
                 Problem(flag, getattr(arguments, name), "not used here", "--config-dir FOLDER adds options of your own")
             )
+    if arguments.config_name == "":
+        raise ConfigError(Problem("--config-name", "", "the name of a file in --config-dir FOLDER", "leave it out"))
+    if arguments.package is not None and not arguments.cfg:
+        raise ConfigError(Problem("--package", arguments.package, "only with --cfg", "--cfg job, or leave it out"))
+    asked = [override for override in arguments.overrides if override.startswith("query=")]
+    if arguments.shell_completion and asked and not {"COMP_LINE", "COMP_POINT"} <= os.environ.keys():
+        fix = f'eval "$(python run.py -sc install={asked[0].partition("=")[2]})", then the Tab key'
+        raise ConfigError(Problem("--shell-completion", asked[0], "install=SHELL; only a shell itself asks this", fix))
     return arguments, parser
+
+
+Tell = Callable[[int, int], None]
+"""Takes how many runs of a sweep are composed, and how many there are: each takes a while."""
+
+
+def _silent(done: int, count: int) -> None:
+    pass
 
 
 def asks_for_information(arguments: argparse.Namespace) -> bool:
@@ -88,7 +105,7 @@ def asks_for_information(arguments: argparse.Namespace) -> bool:
     )
 
 
-def compose(arguments: argparse.Namespace) -> list[RunConfig]:
+def compose(arguments: argparse.Namespace, tell: Tell = _silent) -> list[RunConfig]:
     """The configuration of every run that the command line asks for: one, or those of a sweep.
 
     None for a sweep of another sweeper than Hydra's own, whose runs aren't known in advance (:func:`compose_jobs`).
@@ -99,7 +116,8 @@ def compose(arguments: argparse.Namespace) -> list[RunConfig]:
     composer = _Composer.of(arguments)
     runs = composer.runs(arguments.multirun)
     configs = []
-    for overrides in runs:
+    for done, overrides in enumerate(runs):
+        tell(done, len(runs))
         try:
             configs.append(composer.run(overrides))
         except ConfigError as error:
@@ -109,7 +127,7 @@ def compose(arguments: argparse.Namespace) -> list[RunConfig]:
 
 
 def compose_jobs(
-    loader: ConfigLoader, master: DictConfig, batch: Sequence[Sequence[str]]
+    loader: ConfigLoader, master: DictConfig, batch: Sequence[Sequence[str]], tell: Tell = _silent
 ) -> list[tuple[DictConfig, RunConfig]]:
     """A batch of a sweep's jobs, as Hydra composes them and checked; ``master``: the sweep's own configuration.
 
@@ -118,7 +136,8 @@ def compose_jobs(
     """
     composer = _Composer(loader, master.hydra.job.config_name, _written(master.hydra.overrides.hydra))
     jobs = []
-    for overrides in batch:
+    for done, overrides in enumerate(batch):
+        tell(done, len(batch))
         try:
             try:
                 job = loader.load_sweep_config(master, list(overrides))
@@ -176,6 +195,8 @@ class _Composer:
                 self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
             except (AttributeError, TypeError) as error:  # what it says of some values of its own keys
                 raise ValueError(str(error)) from error
+            except KeyError as error:
+                raise ValueError(missing_variable(error)) from error
         return self.loaded[key]
 
     def runs(self, multirun: bool) -> list[list[str]]:
@@ -190,6 +211,9 @@ class _Composer:
         try:
             parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(arguments)
             self._refuse_sweeps_of_groups(parsed)
+            wrong = [*hydra_problems(master), *plugin_problems(master), *sweeps.size_problems(parsed)]
+            if wrong:
+                raise ConfigError(wrong)
             if not basic:
                 if wrong := [*self._wrong_groups(parsed), *self._wrong_keys(parsed)]:
                     raise ConfigError(wrong)
@@ -230,7 +254,11 @@ class _Composer:
         """
         from optimus_cc.config.run import load  # pydantic takes its time; --help and --cfg need none of it
 
-        problems = [*self._misplaced(composed, overrides), *self._contradictions(composed)]
+        problems = [
+            *hydra_problems(composed),
+            *self._misplaced(composed, overrides),
+            *self._contradictions(composed),
+        ]
         if problems:
             raise ConfigError(problems)
         try:

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import Name, PathText, PositiveFloat, strict
+from optimus_cc.config.schema import Name, PathText, strict
+
+MAX_BLENDED = 32766
+"""Parts that Megatron-core's BlendedDataset takes: their numbers are of 16 bits."""
 
 
 @strict
@@ -34,7 +37,7 @@ class JsonLinesConfig:
     name: Literal["jsonl"] = "jsonl"
     path: PathText | tuple[PathText, ...]
     """One file or several."""
-    weights: tuple[PositiveFloat, ...] | None = None
+    weights: tuple[Annotated[float, Field(ge=1e-9, le=1e9)], ...] | None = None
     """Blend weight of each file; null: by number of tokens."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The key that holds a document's text."""
@@ -59,7 +62,14 @@ class JsonLinesConfig:
                     "a readable JSON-lines file",
                     "check the path; it is relative to the current folder",
                 )
-        if self.weights is not None and len(self.weights) != len(self.paths):
+        if self.weights is not None and len(self.paths) > MAX_BLENDED:
+            yield Problem(
+                "data.weights",
+                f"of {len(self.paths)} files",
+                f"null with more than {MAX_BLENDED} files, which is what Megatron-core blends",
+                "data.weights=null, or fewer files",
+            )
+        elif self.weights is not None and len(self.weights) != len(self.paths):
             yield Problem(
                 "data.weights",
                 list(self.weights),

@@ -9,19 +9,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import NonNegativeInt, PositiveFloat, PositiveInt, strict
+from optimus_cc.config.schema import Hours, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Threads, strict
 
 
 @strict
 class LauncherConfig:
     name: Literal["local"] = "local"
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Threads | None = None
     """Threads of each rank on CPU; null: the machine's cores shared out, at least one each."""
-    stop_grace_s: PositiveFloat = 5.0
+    stop_grace_s: Seconds = 5.0
     """How long ranks get to end by themselves before they are killed."""
     max_parallel: PositiveInt = 1
     """Runs of a sweep that train at the same time. Runs that share cores spoil each other's step times."""
-    time_limit_h: PositiveFloat | None = None
+    time_limit_h: Hours | None = None
     """Hours after which a run is asked to save and stop; null: none."""
     dry_run: bool = False
     """Say what would be started and what it would take; start and write nothing."""
@@ -49,13 +49,13 @@ class SlurmConfig:
     """One job per run, in arrays. What is null is left to the cluster's own defaults."""
 
     name: Literal["slurm"] = "slurm"
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Threads | None = None
     """Threads of each rank on CPU; null: as many as cpus_per_rank."""
-    stop_grace_s: PositiveFloat = 5.0
+    stop_grace_s: Seconds = 5.0
     """How long ranks get to end by themselves before they are killed."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that train at the same time; null: as many as the cluster lets."""
-    time_limit_h: PositiveFloat | None = None
+    time_limit_h: Hours | None = None
     """Hours of one job. Before they are over the run saves, and goes on in the next one."""
     dry_run: bool = False
     """Show the arrays and their scripts; submit and write nothing."""
@@ -79,7 +79,7 @@ class SlurmConfig:
     """More options of sbatch: ``[--reservation=mine, --contiguous]``."""
     srun: tuple[str, ...] = ()
     """More options of srun: ``[--cpu-bind=none]``."""
-    save_before_end_s: PositiveInt = 120
+    save_before_end_s: Annotated[int, Field(ge=1, le=65535)] = 120
     """How long before its time limit a job is asked to save; a quarter of the limit if that is less. SLURM may ask up
     to a minute earlier."""
     max_restarts: NonNegativeInt = 20

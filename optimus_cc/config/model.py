@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.schema import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, strict
@@ -31,7 +33,7 @@ class ModelConfig:
     """Of hidden states and of attention."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
-    layernorm_epsilon: PositiveFloat = 1e-5
+    layernorm_epsilon: Annotated[float, Field(ge=1e-12, le=1)] = 1e-5
     cb_rank: PositiveInt = 16
     """Rank that suits this size for compressed backpropagation (paper: 16)."""
     sc_rank: PositiveInt = 128
@@ -43,6 +45,11 @@ class ModelConfig:
     def ffn_width(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
+    @property
+    def head_width(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
     def problems(self) -> Iterator[Problem]:
         if self.hidden_size % self.num_attention_heads:
             yield Problem(
@@ -50,6 +57,14 @@ class ModelConfig:
                 self.num_attention_heads,
                 f"a divisor of model.hidden_size = {self.hidden_size}",
                 "choose a head count that divides the hidden size",
+            )
+        elif self.position_embedding == "rope" and self.head_width % 2:
+            yield Problem(
+                "model.position_embedding",
+                self.position_embedding,
+                f"learned, or an even head width: rope turns pairs of channels, and model.hidden_size / "
+                f"model.num_attention_heads = {self.head_width}",
+                f"model.hidden_size={2 * self.hidden_size}, or model.position_embedding=learned",
             )
 
     def num_parameters(self, padded_vocabulary: NonNegativeInt) -> int:

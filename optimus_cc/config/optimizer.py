@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from optimus_cc.config.errors import Problem
 from optimus_cc.config.schema import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, strict
@@ -24,7 +26,7 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.01
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     momentum: Fraction = 0.9
     """Of sgd."""
     clip_grad: NonNegativeFloat = 1.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from optimus_cc import checkpoints
 from optimus_cc.config.errors import Problem
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.config.model import padded_vocabulary_size
 from optimus_cc.config.tokenizer import GPT2_VOCABULARY_SIZE
 
@@ -37,7 +38,7 @@ def resume_problems(path: str, science: Mapping[str, Any], steps: int) -> Iterat
         return
     if found.step >= steps:
         yield Problem(_KEY, path, f"a checkpoint before training.steps = {steps}", f"training.steps={2 * found.step}")
-    theirs = (found.manifest() or {"scientific": {}})["scientific"]
+    theirs = without_dead_keys((found.manifest() or {"scientific": {}})["scientific"])
     sizes = [_padded_vocabulary(one.get("tokenizer")) for one in (science, theirs)]
     if None not in sizes and sizes[0] != sizes[1]:
         allowed = f"a checkpoint of a model with a vocabulary padded to {sizes[0]}; its own is {sizes[1]}"

@@ -19,6 +19,7 @@ from optimus_cc.config.errors import ConfigError, Problem
 from optimus_cc.config.evaluation import EvaluationConfig
 from optimus_cc.config.export import ExportConfig
 from optimus_cc.config.fingerprint import fingerprint
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.config.launcher import AnyLauncherConfig, LauncherConfig
 from optimus_cc.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from optimus_cc.config.optimizer import OptimizerConfig
@@ -34,6 +35,11 @@ from optimus_cc.config.type_problems import encoding_problems, type_problems
 from optimus_cc.exposure import Schedule
 from optimus_cc.stage_parameters import layer_matrices
 from optimus_cc.wire_size import wire_nbytes
+
+MAX_SAMPLES = 2**31 - 1
+"""Of a training and of a validation pass: Megatron-core keeps an index of all of them in memory, 12 bytes for each."""
+MAX_MESSAGES = 1_000_000
+"""Of a step, in one direction: their order is laid out in full, here and by every rank."""
 
 _UNSCIENTIFIC = {
     "technique": {"name"},
@@ -126,8 +132,13 @@ class RunConfig:
     def scientific(self) -> dict[str, Any]:
         """What this run computes: the part of the configuration that its identity is made of.
 
-        Files are represented by what they hold, not by where they lie.
+        Files are represented by what they hold, not by where they lie; keys that compute nothing beside the others by
+        their default.
         """
+        return without_dead_keys(self._said())
+
+    def _said(self) -> dict[str, Any]:
+        """The same with what was said of keys that compute nothing: once ids were made of this."""
         mapping = self.to_mapping()
         science = {
             group: {key: value for key, value in mapping[group].items() if key not in _UNSCIENTIFIC.get(group, ())}
@@ -160,7 +171,16 @@ class RunConfig:
     @property
     def run_id(self) -> str:
         """Readable slug and a hash over :meth:`scientific`; under 100 bytes, safe as a folder's name."""
-        canonical = json.dumps(self.scientific(), sort_keys=True, separators=(",", ":"))
+        return self.run_ids[0]
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """:attr:`run_id`, and what a run with this configuration may be called from before, if that is another id."""
+        said = self._said()
+        return tuple(dict.fromkeys(map(self._id_of, (without_dead_keys(said), said))))
+
+    def _id_of(self, science: Mapping[str, Any]) -> str:
+        canonical = json.dumps(science, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
         slug = "-".join((self.model.name, self.parallel.label, self.technique.label, f"s{self.training.seed}"))
         return f"{slug[:88]}-{digest}"
@@ -216,10 +236,13 @@ class RunConfig:
             if self.task.name == "export":
                 yield from self.export.problems()
             return  # nothing is trained
-        yield from self._batch_problems()
+        batches = list(self._batch_problems())
+        yield from batches
+        yield from self._optimizer_problems()
         yield from self.technique.problems(self.parallel)
         yield from self._technique_problems()
-        yield from self._probes_problems()
+        if not batches:
+            yield from self._schedule_problems()
         if (source := self.training.resume_from) is not None:
             yield from resume_problems(source, json.loads(json.dumps(self.scientific())), self.training.steps)
         yield from benchmark_problems(self)
@@ -319,8 +342,38 @@ class RunConfig:
                 f"{stages} for the interleaved schedule",
                 f"training.global_batch_size={-(-self.num_microbatches // stages) * stages * per_step}",
             )
-            return
+        for key, count in (("steps", training.steps), ("validation_batches", training.validation_batches)):
+            if count * training.global_batch_size > MAX_SAMPLES:
+                yield Problem(
+                    f"training.{key}",
+                    count,
+                    f"at most {MAX_SAMPLES:,} samples: training.{key} x training.global_batch_size = "
+                    f"{count * training.global_batch_size:,}",
+                    f"training.{key}={max(1, MAX_SAMPLES // training.global_batch_size)}",
+                )
+        messages = self.num_microbatches * parallel.num_virtual_stages
+        if messages > MAX_MESSAGES:
+            yield Problem(
+                "training.micro_batch_size",
+                training.micro_batch_size,
+                f"at most {MAX_MESSAGES:,} forward passes in a step: {self.num_microbatches:,} micro-batches x "
+                f"{parallel.num_virtual_stages} stages = {messages:,}",
+                "a larger micro_batch_size, or a smaller global_batch_size",
+            )
+
+    def _optimizer_problems(self) -> Iterator[Problem]:
+        if self.optimizer.name != "adam" and self.parallel.distributed_optimizer:
+            yield Problem(
+                "parallel.distributed_optimizer",
+                True,
+                f"false with optimizer.name = {self.optimizer.name}: Megatron-core shards the state of adam only",
+                "parallel.distributed_optimizer=false, or optimizer.name=adam",
+            )
+
+    def _schedule_problems(self) -> Iterator[Problem]:
+        """What only shows in the order of a step's messages."""
         yield from self.technique.cb.schedule_problems(self.schedule)
+        yield from self._probes_problems()
 
     def _technique_problems(self) -> Iterator[Problem]:
         """What the model and the length of training have to say about the technique."""

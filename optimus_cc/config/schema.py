@@ -35,10 +35,19 @@ def _at_home(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_at_home)]
 """A path of a file or a folder; ``~`` stands for the home of whoever runs it."""
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LARGEST_INT = 2**31 - 1
+"""Counts and sizes end here, so that a product of two of them fits into the 64 bits of a tensor's size."""
+LARGEST_FLOAT = 1e16
+"""Numbers end here: divided by the least 1 - beta, or multiplied by one another, they still fit into a float32."""
+YEAR_S = 366 * 24 * 3600
+"""Durations end here; operating systems can't wait for much longer ones."""
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
+Hours = Annotated[float, Field(gt=0, le=YEAR_S / 3600, allow_inf_nan=False)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share in [0, 1)."""
 NAME, MAX_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.]*$", 40

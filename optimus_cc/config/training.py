@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from optimus_cc.config.errors import Problem
-from optimus_cc.config.schema import NonNegativeInt, PathText, PositiveFloat, PositiveInt, strict
+from optimus_cc.config.schema import YEAR_S, PathText, PositiveFloat, PositiveInt, strict
 
 
 @strict
@@ -98,10 +98,10 @@ class TrainingConfig:
     log_interval: PositiveInt = 1
     """Steps between metric records (values are means over the interval); reading them synchronises with the device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[float, Field(ge=1, le=YEAR_S, allow_inf_nan=False)] = 600.0
     """How long a rank waits for another before the run is ended as hung."""
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
-    data_workers: NonNegativeInt = 0
+    data_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that read batches ahead, per rank."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume_from: PathText | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.records import from_json, to_json
 from optimus_cc.runs import RunFailed, RunFolder
 
@@ -31,7 +32,8 @@ def chosen(config: RunConfig) -> Checkpoint:
     manifest = None if found is None else found.manifest()
     if found is None or manifest is None:
         raise RunFailed(f"{folder} holds no such checkpoint any more", "")
-    science, theirs = from_json(to_json(config.scientific())), manifest.get("scientific", {})
+    science = from_json(to_json(config.scientific()))
+    theirs = without_dead_keys(manifest.get("scientific", {}))
     for group in ("data", "tokenizer"):
         if theirs.get(group) != science[group]:
             raise RunFailed(f"{group} is not what {found.path.name} was trained with: its files have changed since", "")

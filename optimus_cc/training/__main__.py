@@ -85,7 +85,7 @@ def _train(path: Path, report: Report) -> int:
         print(f"stopped at step {result.step}: asked to; a checkpoint is there", flush=True)
         leave_at_once(EXIT_PREEMPTED)
     if tracker is not None:
-        folder.write_summary({"run_id": config.run_id, **result})
+        folder.write_summary({"run_id": folder.run_id, **result})
         tracker.finish(result)
     backends.stop()
     return 0

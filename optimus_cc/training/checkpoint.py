@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from optimus_cc import checkpoints
 from optimus_cc.checkpoints import Checkpoint
 from optimus_cc.config import RunConfig
+from optimus_cc.config.identity import without_dead_keys
 from optimus_cc.files import open_regular
 from optimus_cc.provenance import utc_now
 from optimus_cc.records import from_json, to_json
@@ -337,7 +338,8 @@ class Checkpoints:
     def _differences(self, found: Checkpoint) -> list[str]:
         """What of this run isn't as it was when ``found`` was saved, as far as a rank's own state depends on it."""
         manifest = found.manifest() or {"scientific": {}}
-        theirs, ours = manifest["scientific"], from_json(to_json(self._config.scientific()))
+        theirs = without_dead_keys(manifest["scientific"])
+        ours = from_json(to_json(self._config.scientific()))
         names = {"parallel": "layout", "technique": "technique"}
         differences = [word for group, word in names.items() if theirs.get(group) != ours[group]]
         if manifest.get("world_size") != self._backend.world_size and "layout" not in differences:

@@ -295,17 +295,20 @@ def _sources(config: RunConfig) -> list[_Source]:
 
 
 class _Progress:
-    """Says how far the work is, at most once a second."""
+    """Says how far the work is, the less often the longer it takes: these lines stay."""
 
-    def __init__(self, report: Report, corpus: str) -> None:
+    FIRST_S, LAST_S = 2.0, 60.0
+
+    def __init__(self, report: Report, corpus: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._corpus = corpus
-        self._last = time.monotonic()
+        self._clock = clock
+        self._last, self._wait_s = clock(), self.FIRST_S
 
     def __call__(self, done: int, doing: str, total: int | None = None) -> None:
-        now = time.monotonic()
-        if now - self._last >= 1.0:
-            self._last = now
+        now = self._clock()
+        if now - self._last >= self._wait_s:
+            self._last, self._wait_s = now, min(2 * self._wait_s, self.LAST_S)
             self._report(f"corpus {self._corpus}: {done:,}{f' of {total:,}' if total else ''} documents {doing}")
 
 

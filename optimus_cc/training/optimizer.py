@@ -17,9 +17,19 @@ def build_optimizer(
     config: RunConfig, model: Sequence[torch.nn.Module]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of this rank's parameters, and its schedule counted in optimizer steps."""
+    optimizer = get_megatron_optimizer(optimizer_config(config), list(model), use_gloo_process_groups=False)
+    # From 0.19 on, ranks agree once per process which kinds of norms there are. Asked in the first step, that would be
+    # traffic of a step, and a run that went on would count it twice.
+    for kind in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
+        optimizer.has_grad_norm_group(kind)
+    return optimizer, build_schedule(config, optimizer)
+
+
+def optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """The run's optimizer in Megatron-core's terms."""
     ours = config.optimizer
     bf16 = config.training.precision == "bf16"
-    settings = OptimizerConfig(
+    return OptimizerConfig(
         optimizer=ours.name,
         lr=ours.learning_rate,
         min_lr=ours.min_learning_rate,
@@ -33,13 +43,13 @@ def build_optimizer(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
-    # From 0.19 on, ranks agree once per process which kinds of norms there are. Asked in the first step, that would be
-    # traffic of a step, and a run that went on would count it twice.
-    for kind in getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()):
-        optimizer.has_grad_norm_group(kind)
+
+
+def build_schedule(config: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """Learning rate and weight decay of ``optimizer``, counted in optimizer steps."""
+    ours = config.optimizer
     warmup_steps, decay_steps = ours.schedule_steps(config.training.steps)
-    scheduler = OptimizerParamScheduler(
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=ours.learning_rate,
@@ -52,7 +62,6 @@ def build_optimizer(
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -11,7 +11,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from pydantic import ValidationError
 
+from launchers.plan import plan
+from optimus_cc.claims import check_same_experiment, folder_of, write_origin
 from optimus_cc.config import RunConfig
+from optimus_cc.provenance import CodeVersion
+from optimus_cc.runs import RunFolder
 from tests.config.command_line import one
 
 NOT_COMPUTED = {
@@ -33,6 +37,7 @@ NOT_COMPUTED = {
     "training.timeout_s",
     "training.on_nonfinite_loss",
     "training.data_workers",
+    "optimizer.momentum",  # adam has none
 }
 GROUPS_NOT_COMPUTED = (
     "cluster.",
@@ -75,7 +80,7 @@ def others(value: Any, hint: Any) -> list[Any]:
         case int():
             return [value + 1]
         case float():
-            return [value + 0.125]
+            return [value + 0.125, value / 2]
         case str():
             return [f"{value}x"]
         case tuple():
@@ -104,12 +109,77 @@ def test_every_scientific_key_and_no_other_changes_it() -> None:
         ("technique=cb_fe parallel=pp4_dp2", "technique=cb parallel=pp4_dp2 technique.fe.enabled=true"),
         ("", "tracking=wandb runs_dir=/elsewhere launcher.threads_per_rank=2 force=true cluster.ranks_per_node=4"),
         ("", "technique.cb.codec.rank='${model.cb_rank}'"),
+        # keys that compute nothing beside the others, and defaults that are said aloud
+        ("", "optimizer.momentum=0.5"),
+        ("", "model.ffn_hidden_size=512"),
+        ("", "optimizer.decay_steps=300"),
+        ("optimizer.name=sgd", "optimizer.name=sgd optimizer.beta1=0.5 optimizer.beta2=0.9 optimizer.epsilon=1e-6"),
+        (
+            "optimizer.decay_style=constant optimizer.warmup_fraction=0",
+            "optimizer.decay_style=constant optimizer.warmup_fraction=0 optimizer.min_learning_rate=1e-4 "
+            "optimizer.decay_steps=7",
+        ),
         *(("", f"task=benchmark benchmark={name}") for name in ("cost", "links", "codecs")),
         ("", "training.probes.error_independence=true training.probes.phases=true training.probes.trace_step=7"),
     ],
 )
 def test_the_same_computation_is_the_same_run(line: str, same: str) -> None:
     assert one(line).run_id == one(same).run_id
+
+
+@pytest.mark.parametrize(
+    ("line", "run_id"),
+    [
+        ("", "gpt_tiny-pp4-cb-s1234-3c16c187"),
+        ("technique=baseline", "gpt_tiny-pp4-baseline-s1234-89546a18"),
+        ("technique=cb_fe_sc parallel=pp4_dp2", "gpt_tiny-pp4_dp2-cb_fe_sc-s1234-85a40462"),
+        ("optimizer.name=sgd", "gpt_tiny-pp4-cb-s1234-70ee547e"),
+        ("optimizer=paper", "gpt_tiny-pp4-cb-s1234-23a572e7"),
+    ],
+)
+def test_ids_stay(line: str, run_id: str) -> None:
+    """Folders of finished runs are found by them."""
+    assert one(line).run_ids == (run_id,)
+
+
+@pytest.mark.parametrize(
+    ("line", "before"),
+    [
+        ("optimizer.momentum=0.5", "gpt_tiny-pp4-cb-s1234-2ea669eb"),
+        ("model.ffn_hidden_size=512", "gpt_tiny-pp4-cb-s1234-24f377dc"),
+        ("optimizer.decay_steps=300", "gpt_tiny-pp4-cb-s1234-caf2cf58"),
+        ("optimizer.name=sgd optimizer.beta1=0.5", "gpt_tiny-pp4-cb-s1234-f5f95fe6"),
+    ],
+)
+def test_a_folder_from_before_is_found(line: str, before: str, tmp_path: Path) -> None:
+    """Ids were once made of dead keys too; the values are those that such runs had."""
+    config = one(f"{line} runs_dir={tmp_path}")
+    assert config.run_ids == (config.run_id, before)
+    assert folder_of(config).run_id == config.run_id
+    old, new = RunFolder(tmp_path / before), RunFolder(tmp_path / config.run_id)
+    for folder in (old, new):
+        folder.path.mkdir()
+    write_origin(old, config, CodeVersion(None, False), run_id=before, scientific=config._said())
+    assert folder_of(config).path == old.path
+    check_same_experiment(old, config)  # though it records the keys that are left out now
+    (planned,) = plan([old.run_config()])
+    assert planned.folder.path == old.path
+    write_origin(new, config, CodeVersion(None, False))
+    assert folder_of(config).run_id == config.run_id
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("optimizer.name=sgd", "optimizer.momentum=0.5"),
+        ("", "optimizer.beta1=0.5"),
+        ("", "optimizer.min_learning_rate=1e-4"),
+        ("", "model.ffn_hidden_size=513"),
+        ("optimizer.decay_style=constant", "optimizer.decay_steps=7"),  # of which warm-up is a share
+    ],
+)
+def test_a_key_that_is_alive_still_counts(line: str, key: str) -> None:
+    assert one(line).run_id != one(f"{line} {key}").run_id
 
 
 def test_other_codec_and_technique_are_other_runs() -> None:

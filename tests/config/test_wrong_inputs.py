@@ -5,8 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from optimus_cc.config import ConfigError, Problem
+from optimus_cc.config.compose import _Composer, parse
+from optimus_cc.config.sweeps import Composing, _size
 from tests.config.command_line import composed
 
 WRONG: list[tuple[str, str, str]] = [
@@ -136,6 +139,62 @@ WRONG: list[tuple[str, str, str]] = [
     ("parallel=single technique=baseline parallel.num_chunks=2", "parallel.num_chunks", "pipeline_parallel_size = 1"),
     ("optimizer.min_learning_rate=1", "optimizer.min_learning_rate", "at most optimizer.learning_rate"),
     ("optimizer.warmup_fraction=1.0", "optimizer.warmup_fraction", "below 1.0"),
+    # what Megatron-core would refuse in a rank
+    ("optimizer.name=sgd parallel.distributed_optimizer=true", "parallel.distributed_optimizer", "optimizer.name=adam"),
+    (
+        "model.position_embedding=rope model.hidden_size=6 model.num_attention_heads=2",
+        "model.position_embedding",
+        "fix:     model.hidden_size=12",
+    ),
+    # what the integers, floats and clocks below can't hold
+    (f"training.steps={10**30}", "training.steps", "at most 2147483647"),
+    (f"training.global_batch_size={10**30}", "training.global_batch_size", "at most 2147483647"),
+    (f"model.hidden_size={2**63}", "model.hidden_size", "at most 2147483647"),
+    ("training.steps=2147483647", "training.steps", "fix:     training.steps=134217727"),
+    ("training.validation_batches=2147483647", "training.validation_batches", "at most 2,147,483,647 samples"),
+    (
+        "training.global_batch_size=2147483646 training.micro_batch_size=1 training.steps=1 "
+        "training.validation_batches=1",
+        "training.micro_batch_size",
+        "at most 1,000,000 forward passes",
+    ),
+    ("training.timeout_s=1e300", "training.timeout_s", "at most 31622400"),
+    ("training.timeout_s=1e-9", "training.timeout_s", "at least 1"),
+    ("launcher.stop_grace_s=1e300", "launcher.stop_grace_s", "at most 31622400"),
+    ("launcher.time_limit_h=1e300", "launcher.time_limit_h", "at most 8784"),
+    ("launcher.threads_per_rank=1000000", "launcher.threads_per_rank", "at most 1024"),
+    ("launcher=slurm launcher.save_before_end_s=65536", "launcher.save_before_end_s", "at most 65535"),
+    ("training.data_workers=1000000", "training.data_workers", "at most 1024"),
+    ("cluster.ranks_per_node=1000000", "cluster.ranks_per_node", "at most 1024"),
+    ("optimizer.learning_rate=1e300", "optimizer.learning_rate", "at most 1e+16"),
+    ("optimizer.epsilon=1e-300", "optimizer.epsilon", "at least 1e-30"),
+    ("model.layernorm_epsilon=1e-300", "model.layernorm_epsilon", "at least 1e-12"),
+    ("data=jsonl data.path=[/a] data.weights=[1e-300]", "data.weights", "at least 1e-09"),
+    # sweeps of no runs, and of too many
+    ("-m 'parallel=glob(nope*)'", "parallel", "there would be no run"),
+    ("-m 'training.steps=range(4,1)'", "training.steps", "there would be no run"),
+    ("hydra.mode=MULTIRUN 'training.steps=range(4,1)' training.seed=1,2", "training.steps", "there would be no run"),
+    ("-m 'training.seed=range(1,100000000)'", "training.seed", "at most 10,000 runs in a sweep"),
+    ("-m 'training.seed=shuffle(range(1,1e30))'", "training.seed", "at most 10,000 runs in a sweep"),
+    ("-m 'training.seed=range(1,4,0)'", "training.seed", "no end"),
+    ("-m 'training.seed=range(0,200)' 'model.dropout=range(0,0.8,0.01)'", "training.seed", "200 x 80 = 16,000"),
+    # Hydra's own keys and flags, before it meets them itself
+    ("hydra.verbose=0", "hydra.verbose", "names of loggers"),
+    ("hydra.verbose=null", "hydra.verbose", "names of loggers"),
+    ("'hydra.run.dir=${times:a,b}'", "hydra.run.dir", "multiply"),
+    ("-m 'hydra.sweep.subdir=${times:a,b}'", "hydra.sweep.subdir", "multiply"),
+    ("-m 'hydra.sweep.dir=${model.nope}'", "hydra.sweep.dir", "model.nope"),
+    ("'hydra.output_subdir=${nope}'", "hydra.output_subdir", "nope"),
+    ("'+hydra.job.env_set.A=${oc.env:NOT_SET_ANYWHERE}'", "hydra.job.env_set.A", "NOT_SET_ANYWHERE"),
+    ("hydra.job.env_copy=[NOT_SET_ANYWHERE]", "command line", "no environment variable NOT_SET_ANYWHERE"),
+    ("-m hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size", "at least 1"),
+    ("-m hydra.launcher._target_=nope.X", "hydra.launcher._target_", "a launcher that is installed"),
+    ("hydra.run.dir=/dev/null/x", "hydra.run.dir", "a folder that can be made"),
+    ("-m hydra.sweep.dir=/dev/null/x", "hydra.sweep.dir", "a folder that can be made"),
+    ("-m hydra.output_subdir=/dev/null/x", "hydra.output_subdir", "a folder that can be made"),
+    ("-cn ''", "--config-name", "leave it out"),
+    ("--package model", "--package", "--cfg job"),
+    ("-sc query=bash", "--shell-completion", "install=bash"),
     # techniques that do nothing, or not what was said
     ("parallel=single", "technique.cb.enabled", "technique=baseline"),
     ("codec@technique.cb.codec=identity", "technique.cb.codec", "a codec that compresses"),
@@ -261,3 +320,32 @@ def test_the_error_survives_pickling() -> None:
     error = ConfigError(Problem("a.b", "x" * 1000, "y", "z"), where="run 1")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert max(map(len, str(error).splitlines())) < 200
+
+
+def test_a_long_composing_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    tell = Composing(clock=lambda: now)
+    for done in range(100):
+        now = 2.0 * done
+        tell(done, 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "checking the configurations: 3 of 100 runs, 194 s left"
+    assert len(lines) == 13  # each 15 s, at the next run that is through
+
+
+def test_a_short_composing_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = Composing(clock=lambda: 0.0)
+    for done in range(3):
+        tell(done, 3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("values", ["1,2", "range(1,4)", "range(4,1,-1)", "range(0,1,0.3)", "glob(pp*)", "choice(3)"])
+def test_values_are_counted_as_hydra_lists_them(values: str) -> None:
+    """The count that limits a sweep is told without making the values."""
+    key = "parallel" if values.startswith("glob") else "training.seed"
+    arguments, _ = parse(["-m", f"{key}={values}"])
+    (override,) = OverridesParser.create(config_loader=_Composer.of(arguments).loader).parse_overrides(
+        [f"{key}={values}"]
+    )
+    assert _size(override) == len(list(override.sweep_string_iterator()))

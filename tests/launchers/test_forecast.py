@@ -47,7 +47,7 @@ def test_what_would_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "a rank died" in planned[2].remark
     assert "number 1" in planned[5].remark
     assert plan([dataclasses.replace(finished, force=True)])[0].action == "start"
-    monkeypatch.setattr(RunConfig, "run_id", finished.run_id)
+    monkeypatch.setattr(RunConfig, "run_ids", (finished.run_id,))
     assert plan([new])[0].action == "refused"
 
 

@@ -20,10 +20,14 @@ import pytest
 from launchers import status
 from launchers.__main__ import main
 from launchers.progress import Screen
+from launchers.start import run_all
 from launchers.status import STATES, read, table
 from launchers.watch import watch
+from optimus_cc.config import ConfigError
+from optimus_cc.config.schema import changed
 from optimus_cc.records import append_json_line, to_json
 from optimus_cc.runs import RunFolder, Status
+from tests.configurations import tiny
 from tests.test_runs import GARBAGE
 
 ROOT = Path(__file__).parents[2]
@@ -385,3 +389,31 @@ def test_ctrl_c_ends_watching(tmp_path: Path) -> None:
 def test_every_state_is_counted_once() -> None:
     runs = [status.Run(state, state, state) for state in STATES]
     assert status.counts(runs) == dict.fromkeys(STATES, 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "aliases", "itself"])
+def test_resubmit_ends_at_what_cannot_be_a_configuration(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, "a", "failed")
+    place = tmp_path / "a" / "config.yaml"
+    place.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "itself":
+        place.write_text("a: &a [*a]\n")
+    else:
+        layers = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 12)]
+        place.write_text("\n".join(["x0: &x0 [1]", *layers]))
+    assert main(["resubmit", "--runs-dir", str(tmp_path), "--failed"]) == 2
+    said = capsys.readouterr().err
+    assert "config.yaml can't be read" in said
+    assert "nothing was started" in said
+
+
+@pytest.mark.parametrize("place", ["file/runs", "/proc/nowhere/runs"])
+def test_runs_that_could_leave_nothing_do_not_start(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = changed(tiny(), runs_dir=str(tmp_path / place))
+    with pytest.raises(ConfigError, match="a folder that can be written"):
+        run_all([config])

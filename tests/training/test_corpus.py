@@ -417,3 +417,14 @@ def test_looking_for_a_corpus_imports_neither_torch_nor_megatron(tmp_path: Path)
         [sys.executable, "-c", code, str(config)], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "False []\n", done.stderr
+
+
+def test_progress_of_a_long_preparation_takes_few_lines() -> None:
+    """They stay on the screen, and in the log of whoever has no terminal."""
+    now = 0.0
+    lines: list[str] = []
+    progress = corpus._Progress(lines.append, "x", clock=lambda: now)
+    for second in range(60):
+        now = float(second)
+        progress(second, "read")
+    assert [line.split()[2] for line in lines] == ["2", "6", "14", "30"]
