@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, env_override, run_job, setup_globals
+from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 if TYPE_CHECKING:
     from launchers.sweep import Outcome
@@ -24,6 +25,13 @@ class OptimusLauncher(Launcher):
     """Trains the jobs of a sweep in processes of their own; any other task's, one after the other in this process."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from optimus_cc.config.compose import is_ours
+
+        if not is_ours(config):
+            raise CompactHydraException(
+                "hydra/launcher=optimus_cc serves run.py of Optimus-CC alone, whose configurations it trains. For this "
+                "program choose another: hydra/launcher=basic"
+            )
         self.hydra_context = hydra_context
         self.task_function = task_function
         self.config = config
@@ -39,10 +47,8 @@ class OptimusLauncher(Launcher):
         from optimus_cc.config.sweeps import Composing
 
         setup_globals()
-        jobs = compose_jobs(self.hydra_context.config_loader, self.config, job_overrides, Composing())
-        for index, (job, _) in enumerate(jobs, start=initial_job_idx):
-            with open_dict(job):
-                job.hydra.job.id = job.hydra.job.num = index
+        loader = self.hydra_context.config_loader
+        jobs = compose_jobs(loader, self.config, job_overrides, initial_job_idx, Composing())
         configs = [config for _, config in jobs]
         if all(config.task.name == "simulate" for config in configs):
             from optimus_cc.simulation.report import simulate_all  # one table, and no ranks

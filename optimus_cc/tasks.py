@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from optimus_cc.config.errors import ConfigError, Problem, suggest
+from optimus_cc.config.errors import ConfigError, Problem, closest
 
 if TYPE_CHECKING:
     from optimus_cc.config.run import RunConfig
@@ -29,7 +29,9 @@ def check(name: str) -> None:
     ConfigError: there is no such task.
     """
     if name not in TASKS:
-        raise ConfigError(Problem("task.name", name, f"one of {', '.join(TASKS)}", suggest(name, TASKS)))
+        close = closest(name, TASKS)
+        fix = f"task={close[0]}" if close else "task=OPTION with one of these"
+        raise ConfigError(Problem("task.name", name, f"one of {', '.join(TASKS)}", fix))
 
 
 def resolve(name: str) -> Callable[[RunConfig], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from optimus_cc.config.errors import Problem, suggest
+from optimus_cc.config.errors import Problem, closest
 from optimus_cc.config.schema import Name, NonNegativeInt, PathText, PositiveInt, strict
 from optimus_cc.config.technique import TechniqueConfig
 
@@ -121,7 +121,9 @@ def _cost_problems(config: RunConfig, benchmark: CostConfig) -> Iterator[Problem
     unknown = [name for name in names if name not in benchmark.techniques]
     for name in unknown:
         known = ", ".join(benchmark.techniques)
-        yield Problem("benchmark.measure", name, f"names from {known}", suggest(name, benchmark.techniques))
+        others = [other for other in names if other != name]
+        measure = ",".join([*others, *closest(name, benchmark.techniques)[:1]])
+        yield Problem("benchmark.measure", name, f"names from {known}", f"benchmark.measure=[{measure}]")
     if unknown or benchmark.measure is None:
         return
     for name, problem in measured_techniques(config)[1].items():

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
-from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from optimus_cc import tasks
 from optimus_cc.config import of_run, sweeps
-from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest, suggest
+from optimus_cc.config.errors import NOT_SET, ConfigError, Problem, closest
 from optimus_cc.config.hydra_part import hydra_problems, missing_variable, plugin_problems
+from optimus_cc.config.mistakes import (
+    MISTAKES,
+    ONE_FOR_ALL,
+    Finder,
+    deletion,
+    leaves,
+    misplaced,
+    read_yaml,
+    several,
+    without_hydra,
+)
 from optimus_cc.config.quoting import with_quotes
 from optimus_cc.config.type_problems import not_in_utf8
 from optimus_cc.paths import at_home, in_utf8
@@ -51,8 +63,6 @@ CONF = Path(__file__).parents[2] / "conf"
 PRIMARY = "config"
 HYDRA_VERSION = "1.3"
 """Whose behaviour we want."""
-MISTAKES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
-"""What Hydra raises, while it composes, at something that the user wrote."""
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
@@ -68,11 +78,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentPar
             Problem("command line", " ".join(argv), str(error), "see python run.py --hydra-help for the flags")
         ) from None
     if unknown:
-        flag = unknown[0]
-        guess = flag.lstrip("-") if "=" in flag else f"{flag.lstrip('-')}=VALUE"
-        raise ConfigError(
-            Problem("command line", flag, "GROUP=OPTION, KEY=VALUE, +ablation=NAME or one of Hydra's flags", guess)
-        )
+        raise ConfigError(_unknown_flag(unknown[0], arguments, argv))
     for name in ("config_path", "experimental_rerun"):
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -98,6 +104,18 @@ def _silent(done: int, count: int) -> None:
     pass
 
 
+def _unknown_flag(flag: str, arguments: argparse.Namespace, argv: Sequence[str]) -> Problem:
+    """An override that was typed as a flag, perhaps with its value behind it: ``--seed 3``."""
+    following = argv[argv.index(flag) + 1 :][:1] if "=" not in flag else []
+    value = following[0] if following and following[0] in arguments.overrides else None
+    others = [one for one in arguments.overrides if one is not value]
+    finder = _Composer.of(arguments).finder(others, arguments.multirun)
+    fix = finder.instead_of(flag if value is None else f"{flag}={value}")
+    said = flag if value is None or fix is None else f"{flag} {value}"
+    allowed = "GROUP=OPTION, KEY=VALUE, +ablation=NAME or one of Hydra's flags"
+    return Problem("command line", said, allowed, shlex.quote(fix) if fix else finder.form_of(flag))
+
+
 def asks_for_information(arguments: argparse.Namespace) -> bool:
     """Hydra answers and nothing is run."""
     return bool(
@@ -116,10 +134,10 @@ def compose(arguments: argparse.Namespace, tell: Tell = _silent) -> list[RunConf
     composer = _Composer.of(arguments)
     runs = composer.runs(arguments.multirun)
     configs = []
-    for done, overrides in enumerate(runs):
-        tell(done, len(runs))
+    for number, overrides in enumerate(runs):
+        tell(number, len(runs))
         try:
-            configs.append(composer.run(overrides))
+            configs.append(composer.run(overrides, number if len(runs) > 1 or arguments.multirun else None))
         except ConfigError as error:
             said = [override for override in overrides if not override.startswith("hydra.")]
             raise ConfigError(error.problems, " ".join(said) if len(runs) > 1 else "") from None
@@ -127,26 +145,40 @@ def compose(arguments: argparse.Namespace, tell: Tell = _silent) -> list[RunConf
 
 
 def compose_jobs(
-    loader: ConfigLoader, master: DictConfig, batch: Sequence[Sequence[str]], tell: Tell = _silent
+    loader: ConfigLoader,
+    master: DictConfig,
+    batch: Sequence[Sequence[str]],
+    first: int = 0,
+    tell: Tell = _silent,
 ) -> list[tuple[DictConfig, RunConfig]]:
-    """A batch of a sweep's jobs, as Hydra composes them and checked; ``master``: the sweep's own configuration.
+    """A batch of a sweep's jobs, as Hydra composes them and checked.
+
+    Args:
+        master: the sweep's own configuration.
+        first: number of the batch's first job in the sweep.
 
     Raises:
         ConfigError: with everything wrong with the first job that is wrong.
     """
     composer = _Composer(loader, master.hydra.job.config_name, _written(master.hydra.overrides.hydra))
     jobs = []
-    for done, overrides in enumerate(batch):
-        tell(done, len(batch))
+    for number, overrides in enumerate(batch, start=first):
+        tell(number - first, len(batch))
         try:
             try:
                 job = loader.load_sweep_config(master, list(overrides))
             except MISTAKES as error:
                 raise ConfigError(composer.mistakes(overrides, error)) from None
+            _number(job, number)
             jobs.append((job, composer.checked(job, [*composer.overrides, *overrides])))
         except ConfigError as error:
             raise ConfigError(error.problems, " ".join(overrides) if len(batch) > 1 else "") from None
     return jobs
+
+
+def is_ours(master: DictConfig) -> bool:
+    """Whether it was composed for ``run.py``, and not for another program of Hydra's."""
+    return any(source.provider == "main" and source.path == str(CONF) for source in master.hydra.runtime.config_sources)
 
 
 def uses_basic_sweeper(master: DictConfig) -> bool:
@@ -165,7 +197,7 @@ class _Composer:
     loader: ConfigLoader
     primary: str
     overrides: list[str]
-    loaded: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
+    loaded: dict[tuple[str, ...], DictConfig | Exception] = field(default_factory=dict)
     options: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -180,7 +212,13 @@ class _Composer:
                     Problem("--config-dir", arguments.config_dir, "a folder with options of your own", "check the path")
                 )
             search_path.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
-        return cls(ConfigLoaderImpl(search_path), arguments.config_name or PRIMARY, list(arguments.overrides))
+        loader, name = ConfigLoaderImpl(search_path), arguments.config_name
+        if name is not None and not (name and loader.repository.config_exists(name)):
+            there = [one for one in loader.get_group_options("") if not one.startswith("_")]  # but Hydra's own
+            close = [one for one in closest(name, there) if one != PRIMARY]
+            fix = f"--config-name={close[0]}" if close else "leave it out"
+            raise ConfigError(Problem("--config-name", name, f"one of {', '.join(there)}", fix))
+        return cls(loader, name or PRIMARY, list(arguments.overrides))
 
     def load(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         try:
@@ -192,12 +230,19 @@ class _Composer:
         key = (mode.name, *overrides)
         if key not in self.loaded:
             try:
-                self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
-            except (AttributeError, TypeError) as error:  # what it says of some values of its own keys
-                raise ValueError(str(error)) from error
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", "provider=hydra.searchpath")  # a folder that is not there
+                    self.loaded[key] = self.loader.load_configuration(self.primary, list(overrides), mode)
             except KeyError as error:
-                raise ValueError(missing_variable(error)) from error
-        return self.loaded[key]
+                self.loaded[key] = ValueError(missing_variable(error))
+            except MISTAKES as error:
+                self.loaded[key] = error
+            except (AttributeError, TypeError, UserWarning) as error:  # what it says of some values of its own keys
+                self.loaded[key] = ValueError(str(error))
+        found = self.loaded[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def runs(self, multirun: bool) -> list[list[str]]:
         """The overrides of each run."""
@@ -227,10 +272,10 @@ class _Composer:
         return [[*hydra, *run] for run in sweep]
 
     def _refuse_sweeps_of_groups(self, overrides: Sequence[Override]) -> None:
-        """Launchers and recipes say what the sweep is, so they are no part of one."""
+        """What says what the sweep is can't be swept over."""
         for override in overrides:
             group = override.key_or_group
-            if group in ("launcher", "experiment") and override.is_sweep_override():
+            if group in ONE_FOR_ALL and override.is_sweep_override():
                 value = str(override.input_line).partition("=")[2]
                 raise ConfigError(
                     Problem(group, value, f"one {group} for all runs of a sweep", f"a command for each {group}")
@@ -238,13 +283,20 @@ class _Composer:
 
     def _says_multirun(self) -> bool:
         """A configuration may ask for a sweep itself: ``hydra.mode: MULTIRUN``."""
-        for mode in (RunMode.RUN, RunMode.MULTIRUN):
-            with suppress(*MISTAKES):
-                return bool(self._load(self.overrides, mode).hydra.mode == RunMode.MULTIRUN)
+        with suppress(*MISTAKES):
+            return bool(self._load(self.overrides).hydra.mode == RunMode.MULTIRUN)
+        with suppress(*MISTAKES):  # one run can't have several values
+            parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(self.overrides)
+            if any(override.is_sweep_override() for override in parsed):
+                return bool(self._load(self.overrides, RunMode.MULTIRUN).hydra.mode == RunMode.MULTIRUN)
         return False
 
-    def run(self, overrides: Sequence[str]) -> RunConfig:
-        return self.checked(self.load(overrides), overrides)
+    def run(self, overrides: Sequence[str], number: int | None) -> RunConfig:
+        """A run, or the one of that number in a sweep."""
+        composed = self.load(overrides)
+        if number is not None:
+            _number(composed, number)
+        return self.checked(composed, overrides)
 
     def checked(self, composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
         """What ``overrides`` were composed to, as a run.
@@ -264,17 +316,21 @@ class _Composer:
         try:
             config = load(with_run(composed, overrides))
         except ConfigError as error:
-            raise ConfigError(with_quotes(error.problems, [*overrides, *self.overrides])) from None
+            quoted = with_quotes(error.problems, [*overrides, *self.overrides])
+            raise ConfigError([self._by_group(problem, composed, overrides) for problem in quoted]) from None
         tasks.check(config.task.name)
         return config
 
     def _misplaced(self, composed: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
         """Options of a group that were given to a key: ``model.name=gpt_mini`` renames the model and no more."""
-        nodes = {choice.partition("@")[2] or choice: choice for choice in composed.hydra.runtime.choices}
+        nodes = _nodes(composed)
         for override in OverridesParser.create().parse_overrides(list(overrides)):
             key, value = override.key_or_group, override.value()
             if override.is_delete() and self._options(key):
-                yield _deletion(override.input_line or key)
+                yield deletion(override.input_line or key)
+            elif isinstance(value, list) and self._options(key):
+                said = str(override.input_line).partition("=")[0]
+                yield several(said, value)
             choice = nodes.get(key.removesuffix(".name"))
             if choice is None or choice == key:
                 continue
@@ -283,8 +339,18 @@ class _Composer:
             if value in options and not (renamed and composed.hydra.runtime.choices[choice] == value):
                 yield Problem(key, value, f"{choice}=OPTION: options are chosen by group", f"{choice}={value}")
             elif not renamed and not isinstance(value, dict):
-                allowed = f"{choice}=OPTION with one of {', '.join(options)}"
-                yield Problem(key, value, allowed, f"{choice}={options[0]}, for example")
+                yield misplaced(choice, options, key, value, composed.hydra.runtime.choices[choice])
+
+    def _by_group(self, problem: Problem, composed: DictConfig, overrides: Sequence[str]) -> Problem:
+        """The same; where the name of an option was given to its key, the fix gives it to the group."""
+        choice = _nodes(composed).get(problem.key.removesuffix(".name"))
+        typed = any(override.lstrip("+").startswith(f"{problem.key}=") for override in overrides)
+        options = self._options(str(choice)) if choice else []
+        if not typed or not set(problem.allowed.split(", ")) <= set(options):
+            return problem
+        close = closest(str(problem.value), options)
+        fix = f"{choice}={close[0]}" if close else f"{choice}=OPTION with one of {', '.join(options)}"
+        return replace(problem, fix=fix)
 
     def _contradictions(self, composed: DictConfig) -> Iterator[Problem]:
         """Where the technique is not the one that the ablation is about."""
@@ -301,7 +367,7 @@ class _Composer:
                 fix = f"leave {group}={got} out, or leave +ablation={name} out"
                 yield Problem(group, got, f"{want}, which ablation={name} is about", fix)
                 return
-        here = OmegaConf.merge(_without_hydra(composed), {"technique": meant.technique})  # what it means for this model
+        here = OmegaConf.merge(without_hydra(composed), {"technique": meant.technique})  # what it means for this model
         for key in sorted(keys):
             want, got = OmegaConf.select(here, key), OmegaConf.select(composed, key)
             if want != got:
@@ -320,88 +386,25 @@ class _Composer:
 
     def mistakes(self, overrides: Sequence[str], error: Exception, multirun: bool = False) -> list[Problem]:
         """What is wrong with ``overrides``, at which Hydra raised ``error``."""
-        parsed: list[Override] = []
-        problems: list[Problem] = []
-        parser = OverridesParser.create(config_loader=self.loader)
-        for override in overrides:
-            try:
-                parsed += parser.parse_overrides([override])
-            except HydraException:
-                problems.append(_bad_syntax(override))
-        problems += [_bad_syntax(str(override.input_line)) for override in parsed if not override.key_or_group]
-        for find in (partial(self._wrong_sweeps, multirun=multirun), self._wrong_groups, self._wrong_keys):
-            try:
-                problems = problems or list(find(parsed))
-            except MISTAKES:
-                break  # it isn't the overrides: there is no configuration without them either
-        if problems:
-            return problems
-        key = str(getattr(error, "full_key", None) or "command line")
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if isinstance(error, yaml.YAMLError):  # what, and in which line of which file
-            lines = [" ".join(lines)]
-        elif lines[0].endswith(":"):
-            lines = [" ".join(lines[:2])]
-        said = " ".join(overrides) or "(no overrides)"
-        return [Problem(key, said, f"Hydra says: {lines[0]}", "see python run.py --help")]
+        return self.finder(overrides, multirun).find(error)
 
-    def _wrong_sweeps(self, overrides: Sequence[Override], multirun: bool) -> Iterator[Problem]:
-        for override in overrides:
-            key, _, value = str(override.input_line).partition("=")
-            if not override.is_sweep_override():
-                continue
-            if multirun and not override.is_discrete_sweep():
-                yield Problem(key, value, "values that can be counted", f"{key}=A,B or {key}=range(1,4)")
-            elif not multirun:
-                fix = f"python run.py -m {key}={value} for a sweep"
-                if not self._options(override.key_or_group):
-                    fix += f", or '{key}=[{value}]' for a list"
-                yield Problem(key, value, "one value", fix)
+    def finder(self, overrides: Sequence[str], multirun: bool = False) -> Finder:
+        return Finder(CONF, self.loader, self._load, self._options, self._problems, overrides, multirun)
 
-    def _wrong_groups(self, overrides: Sequence[Override]) -> Iterator[Problem]:
-        for override in overrides:
-            group, options = override.key_or_group, self._options(override.key_or_group)
-            if not options or override.is_sweep_override():
-                continue
-            choices = self._load([]).hydra.runtime.choices
-            target = f"{group}@{override.package}" if override.package else group
-            value = override.value()
-            said = override.input_line or ""
-            placed = sorted(choice for choice in choices if choice.partition("@")[0] == group)
-            placed = [choice for choice in placed if choice.startswith(f"{target}.")] or placed
-            if target not in choices and placed:
-                yield Problem(target, value, f"{' or '.join(placed)}, where this group stands", f"{placed[0]}={value}")
-            elif override.is_delete():
-                yield _deletion(said)
-            elif unknown := [name for name in (value if isinstance(value, list) else [value]) if name not in options]:
-                said = target if target in choices else f"+{target}"
-                close = closest(str(unknown[0]), options)
-                fix = f"did you mean {said}={close[0]}?" if close else f"{said}=OPTION with one of these"
-                yield Problem(target, unknown[0], f"one of {', '.join(options)}", fix)
-            elif target in choices and said.startswith("+"):
-                allowed = f"{target}=OPTION: one option, in place of the default"
-                yield Problem(said.partition("=")[0], value, allowed, f"{target}={value}")
-            elif target not in choices and not override.is_add():
-                allowed = f"+{target}=OPTION, with a plus: it is laid on top of the rest"
-                yield Problem(target, value, allowed, f"+{target}={value}")
-
-    def _wrong_keys(self, overrides: Sequence[Override]) -> Iterator[Problem]:
-        groups = [str(o.input_line) for o in overrides if self._options(o.key_or_group) and not o.is_sweep_override()]
-        composed = self._load(groups)
-        choices = {str(choice): str(option) for choice, option in composed.hydra.runtime.choices.items()}
-        leaves = [key for key, _ in _leaves(OmegaConf.to_container(_without_hydra(composed), resolve=False))]
-        known = {".".join(key.split(".")[: depth + 1]) for key in leaves for depth in range(key.count(".") + 1)}
-        for override in overrides:
-            key, said = override.key_or_group, override.input_line or ""
-            if self._options(key) or override.is_hydra_override():
-                continue
-            value = override.value()
-            if override.package or (key not in known and not override.is_add()):
-                target = f"{key}@{override.package}" if override.package else key
-                fix = _option_that_has(target, choices) or suggest(target, known | choices.keys())
-                yield Problem(target, value, "an existing key", fix)
-            elif key in known and override.is_add():
-                yield Problem(said.partition("=")[0], value, f"{key}=VALUE: the key is there already", said.lstrip("+"))
+    def _problems(self, overrides: Sequence[str], multirun: bool) -> Sequence[Problem]:
+        """What is wrong with overrides that nobody has typed; of a sweep's runs, with the first few."""
+        try:
+            runs = [list(overrides)]
+            if multirun:
+                parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
+                (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+            for run in runs[:3]:
+                self.checked(self._load(run), run)
+        except ConfigError as error:
+            return error.problems
+        except MISTAKES as error:
+            return [Problem("command line", " ".join(overrides), str(error), "")]
+        return []
 
 
 def with_run(composed: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
@@ -420,8 +423,12 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a value is missing, or refers to something that is not there.
     """
-    ours = _without_hydra(composed)
-    written = dict(_leaves(OmegaConf.to_container(ours, resolve=False)))
+    with _said_by_hydra(composed):
+        return _filled_in(without_hydra(composed))
+
+
+def _filled_in(ours: DictConfig) -> dict[str, Any]:
+    written = dict(leaves(OmegaConf.to_container(ours, resolve=False)))
     missing = [key for key, value in written.items() if value == NOT_SET]
     if missing:
         raise ConfigError([Problem(key, NOT_SET, "a value; it has no default", f"{key}=VALUE") for key in missing])
@@ -430,9 +437,43 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         reason = str(error).partition("\n")[0]
-        raise ConfigError(Problem(key, written.get(key, ""), f"a value ({reason})", f"{key}=VALUE")) from None
+        value = str(written.get(key, ""))
+        raise ConfigError(Problem(key, value, f"a value ({reason})", _other_reference(key, value))) from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def _other_reference(key: str, value: str) -> str:
+    """What to type for a value that refers to something that isn't there."""
+    close = re.sub(r"\$\{hydra\.", "${hydra:", value)  # Hydra hides its own part from the run
+    for name in re.findall(r"\$\{(\w+)\}", close):
+        if name in os.environ:
+            close = close.replace(f"${{{name}}}", f"${{oc.env:{name}}}")
+    return shlex.quote(f"{key}={close}") if close != value else f"{key}=VALUE"
+
+
+@contextmanager
+def _said_by_hydra(composed: DictConfig) -> Iterator[None]:
+    """``${hydra:...}`` says what it will say in the run, unless it is there already."""
+    singleton = HydraConfig.instance()
+    before = singleton.cfg
+    if "hydra" in composed:
+        singleton.cfg = OmegaConf.masked_copy(composed, ["hydra"])
+    try:
+        yield
+    finally:
+        singleton.cfg = before
+
+
+def _number(composed: DictConfig, number: int) -> None:
+    """Of a run in a sweep, as launchers say it."""
+    with open_dict(composed):
+        composed.hydra.job.num = composed.hydra.job.id = number
+
+
+def _nodes(composed: DictConfig) -> dict[str, str]:
+    """The configuration's nodes that options of groups fill, with the group and where it stands."""
+    return {choice.partition("@")[2] or choice: choice for choice in composed.hydra.runtime.choices}
 
 
 def _written(overrides: ListConfig) -> list[str]:
@@ -442,57 +483,14 @@ def _written(overrides: ListConfig) -> list[str]:
     return [str(override) for override in written]
 
 
-def _without_hydra(composed: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of each leaf."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _laid_down(ablation: str) -> set[str]:
     """The technique's keys that an ablation, or one that it is made of, is about; read from their files."""
-    content = _read(CONF / "ablation" / f"{ablation}.yaml")
+    content = read_yaml(CONF / "ablation" / f"{ablation}.yaml")
     bases = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    keys = {key for key, _ in _leaves(content) if key.startswith("technique.")}
+    keys = {key for key, _ in leaves(content) if key.startswith("technique.")}
     return keys.union(*map(_laid_down, bases))
 
 
 def _is_in(node: str, keys: set[str]) -> bool:
     """Whether any of ``keys`` lies in the configuration node ``node``."""
     return bool(node) and any(key.startswith(f"{node}.") for key in keys)
-
-
-def _read(file: Path) -> Any:
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
-
-
-def _option_that_has(key: str, choices: dict[str, str]) -> str | None:
-    """Which option of a group would have to be chosen for ``key`` to exist."""
-    for choice in choices:
-        group, _, package = choice.partition("@")
-        node = package or group
-        if not key.startswith(f"{node}."):
-            continue
-        for file in sorted((CONF / group).glob("*.yaml")):
-            if key.removeprefix(f"{node}.") in dict(_leaves(_read(file))):
-                return f"it is a key of {choice}={file.stem}; here {choice}={choices[choice]}"
-    return None
-
-
-def _deletion(override: str) -> Problem:
-    return Problem("command line", override, "GROUP=OPTION: groups are chosen, not deleted", f"leave {override} out")
-
-
-def _bad_syntax(override: str) -> Problem:
-    if "=" not in override:
-        fix = f"{override}=VALUE"
-    else:
-        key, _, value = override.partition("=")
-        fix = f"one =, closed brackets, and quotes around special characters: '{key}=\"{value}\"'"
-    return Problem("command line", override, "GROUP=OPTION, KEY=VALUE, +ablation=NAME", fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def suggest(key: str, candidates: Iterable[str]) -> str:
 
 def closest(key: str, candidates: Iterable[str]) -> list[str]:
     """The few of ``candidates`` (dotted keys, or plain words) that ``key`` is likely to be a slip of, best first."""
-    parent, _, last = key.rpartition(".")
+    parent, _, last = key.lower().rpartition(".")
     ends: dict[str, list[str]] = {}
     siblings: dict[str, str] = {}
     for name in sorted(set(candidates) - {key}):
@@ -81,14 +82,24 @@ def closest(key: str, candidates: Iterable[str]) -> list[str]:
         ends.setdefault(end, []).append(name)
         if head == parent:
             siblings[end] = name
-    close = [siblings[end] for end in difflib.get_close_matches(last, siblings)]
-    close = close or ends.get(last) or [name for end in difflib.get_close_matches(last, ends) for name in ends[end]]
+    close = ends.get(last) or [siblings[end] for end in difflib.get_close_matches(last, siblings)]
+    close = close or [name for end in difflib.get_close_matches(last, ends) for name in ends[end]]
     return close[:3]
 
 
+_READS_AS_OTHER = re.compile(
+    r"true|false|null|none|yes|no|on|off|[+-]?(inf|infinity|nan|0x[0-9a-f]+|[0-9._]+(e[+-]?[0-9]+)?)|[\[{].*[\]}]",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Texts that would be something else than a text if they were typed without quotes."""
+
+
 def _shown(value: Any) -> str:
-    if isinstance(value, str):
-        text = value if value.strip() == value and value else repr(value)
+    """A value, in such a way that its type can be seen."""
+    plain = isinstance(value, str) and value and value.strip() == value and value.isprintable()
+    if plain and not _READS_AS_OTHER.fullmatch(value):
+        text = str(value)
     else:
-        text = json.dumps(value, default=str)
+        text = json.dumps(value, default=str, ensure_ascii=False)
+        text = text if text.isprintable() else json.dumps(value, default=str)
     return text if len(text) <= 160 else f"{text[:157]}..."

@@ -115,7 +115,7 @@ class SlurmConfig:
             key = "launcher.sbatch" if option in self.sbatch else "launcher.srun"
             match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)
             if match is None:
-                yield Problem(key, option, "options in the form --NAME or --NAME=VALUE", f"{key}=[--exclude=n7]")
+                yield Problem(key, option, "options in the form --NAME or --NAME=VALUE", f"'{key}=[\"--exclude=n7\"]'")
             elif match[1] in _OURS:
                 yield Problem(key, option, "options that have no key of their own", _OURS[match[1]])
 

@@ -70,7 +70,7 @@ class ParallelConfig:
                 "parallel.overlap_p2p",
                 self.overlap_p2p,
                 "false with the non-interleaved schedule (parallel.num_chunks = 1)",
-                "set parallel.overlap_p2p=false, or parallel.num_chunks=2",
+                "set parallel.overlap_p2p=false, or raise parallel.num_chunks",
             )
         yield from self.message_problems()
 

@@ -67,7 +67,8 @@ class ProbesConfig:
                 "training.steps",
                 steps,
                 f"at least {steps + least - most} with these probes: memory is measured on a step of its own",
-                f"training.steps={steps + least - most}, or training.probes.memory=false",
+                f"training.steps={steps + least - most} training.probes.interval_steps={least}, "
+                "or training.probes.memory=false",
             )
         elif (self.memory or self.error_independence or self.phases) and not least <= self.interval_steps <= most:
             yield Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,8 @@ def type_problems(mapping: Mapping[str, Any], errors: Sequence[ErrorDetails]) ->
 
 def _type_problem(mapping: Mapping[str, Any], details: ErrorDetails) -> Problem:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    key, holder = _command_line_key(mapping, details["loc"])
+    of_keys = kind.startswith("missing") or kind == "unexpected_keyword_argument"
+    key, holder = _command_line_key(mapping, details["loc"], of_keys)
     if kind == "unexpected_keyword_argument":
         group = key.rpartition(".")[0]
         return Problem(key, value, "an existing key", suggest(key, [f"{group}.{name}".lstrip(".") for name in holder]))
@@ -80,21 +82,55 @@ def _type_problem(mapping: Mapping[str, Any], details: ErrorDetails) -> Problem:
         return Problem(key, value, f"the keys {key}.KEY=VALUE, not one value", "see python run.py --cfg job for them")
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, Mapping):
         key, value = f"{key}.name", value.get("name", NOT_SET)
+    if (meant := _meant(kind, value)) is not None:
+        fix = shlex.quote(f"{key}={meant}")
+        return Problem(
+            key,
+            value,
+            _ALLOWED[kind],
+            f"{fix}, without inner quotes" if isinstance(value, str) and kind in _FORMS else fix,
+        )
     allowed = _ALLOWED.get(kind, details["msg"].replace("Input should be ", "")).format(**context).replace("'", "")
     close = difflib.get_close_matches(str(value), re.split(r", | or ", allowed), n=1)
     return Problem(key, value, allowed, f"did you mean {key}={close[0]}?" if close else f"give {key} {allowed}")
 
 
-def _command_line_key(mapping: Mapping[str, Any], location: Sequence[int | str]) -> tuple[str, Mapping[str, Any]]:
-    """Dotted key of an error's location, and the node that holds it, or should."""
+def _meant(kind: str, value: Any) -> str | None:
+    """How to type a value of another type, if it is one in the wrong form; for example a number as text."""
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if kind == "bool_type" and str(value).lower() in _TRUTHS:
+        return _TRUTHS[str(value).lower()]
+    form = _FORMS.get(kind)
+    return value.strip() if form is not None and isinstance(value, str) and form.fullmatch(value.strip()) else None
+
+
+_TRUTHS = {"1": "true", "yes": "true", "on": "true", "true": "true"}
+_TRUTHS |= {"0": "false", "no": "false", "off": "false", "false": "false"}
+_FORMS = {
+    "int_type": re.compile(r"[+-]?\d+"),
+    "float_type": re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE),
+    "tuple_type": re.compile(r"\[.*\]"),
+}
+"""Texts that are a value of another type without their quotes, by what was asked for."""
+
+
+def _command_line_key(
+    mapping: Mapping[str, Any], location: Sequence[int | str], of_keys: bool
+) -> tuple[str, Mapping[str, Any]]:
+    """Dotted key of an error's location, and the node that holds it, or should.
+
+    Args:
+        of_keys: the error is about which keys there are: the last of the location may be one that isn't there.
+    """
     node: Any = mapping
     holder = mapping
     path: list[str] = []
     for index, part in enumerate(location):
         if not isinstance(node, Mapping):
             break  # an item of a list, or a branch of a union of plain types
-        if part not in node and index < len(location) - 1:
-            continue  # the tag of a union (a codec's name), not a key
+        if part not in node and (index < len(location) - 1 or not of_keys):
+            continue  # the tag of a union (a codec's name) or one of its types, not a key
         holder, node = node, node.get(str(part))
         path.append(str(part))
     return ".".join(path), holder

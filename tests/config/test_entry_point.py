@@ -132,6 +132,12 @@ def test_the_task_gets_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_may_refer_to_what_hydra_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(monkeypatch, "runs_dir=${hydra:runtime.cwd}/runs_of_mine") == 0
+    (config,) = started
+    assert config.runs_dir == f"{tmp_path}/runs_of_mine"
+
+
 def test_a_sweep_runs_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main(monkeypatch, *IN_THIS_PROCESS, "+ablation=baseline,cb", "training.seed=7,8") == 0
     assert [(config.ablation, config.training.seed) for config in started] == [

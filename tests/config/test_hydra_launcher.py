@@ -250,3 +250,35 @@ def test_a_summary_without_a_loss_is_no_number(tmp_path: Path) -> None:
     for summary, expected in zip(values, (1.5, math.nan, math.nan), strict=True):
         planned.folder.write_summary(summary)
         assert repr(Outcome(planned).value()) == repr(expected)
+
+
+def test_sweeps_may_refer_to_what_hydra_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = "runs_dir=${hydra:runtime.cwd}/point_${hydra:job.num}"
+    assert [config.runs_dir for config in composed(f"-m training.seed=7,8 '{places}'")] == [
+        f"{tmp_path}/point_{number}" for number in (0, 1)
+    ]
+    assert main(monkeypatch, "-m", "training.seed=7,8", places) == 0
+    assert [config.runs_dir for config in batches[0]] == [f"{tmp_path}/point_{number}" for number in (0, 1)]
+
+
+def test_another_program_is_told_that_the_launcher_is_not_for_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    (tmp_path / "app.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base='1.3', config_path='.', config_name='config')\n"
+        "def main(config): print('steps', config.steps)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "app.py", "-m", "hydra.sweep.dir=sweep", "steps=1,2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"}
+    for launcher, code, said in (("basic", 0, "steps 2"), ("optimus_cc", 1, "serves run.py of Optimus-CC alone")):
+        result = subprocess.run(
+            [*command, f"hydra/launcher={launcher}"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (result.returncode, said in result.stdout + result.stderr) == (code, True), result.stderr
+        assert "Traceback" not in result.stderr
