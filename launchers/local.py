@@ -11,12 +11,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launchers.processes.preloaded import Borrowed, Lender, Parents
 from launchers.progress import Progress, format_summary
-from launchers.supervise import Stop, last_lines, supervise
+from launchers.supervise import Stop, last_lines, supervise, threads_of_each
 from optimus_cc import checkpoints, disk_budget, process
 from optimus_cc.claims import Claim, claim
 from optimus_cc.config import ConfigError, Problem, RunConfig
@@ -62,7 +64,8 @@ def train(
     device, notices = choose_device(config, ranks_here)
     if take is claim:  # what was queued was looked at then
         evaluate.check_before_training([config])
-    with (stop or Stop()).on_signals() as stop, take(config) as run:
+    with (stop or Stop()).on_signals() as stop, take(config) as run, _parents(start) as parents:
+        start = start or partial(run_ranks, parents=parents)
         progress = Progress(config.training.steps)
         disk, warnings = disk_budget.told(config, run.folder.path)
         for line in (*_heading(config, run, device), f"disk    {disk}"):
@@ -72,14 +75,23 @@ def train(
         for note in run.notes:
             progress.print(f"note    {note}")
         summary = (
-            (run.folder.summary() or {})
-            if run.finished
-            else _run(config, run, device, stop, progress, start or run_ranks)
+            (run.folder.summary() or {}) if run.finished else _run(config, run, device, stop, progress, start, parents)
         )
         progress.print(format_summary(summary))
         if evaluate.is_due(config, run.folder):
-            evaluate.after_training(config, run.folder, stop, start or run_ranks, ranks_here)
+            evaluate.after_training(config, run.folder, stop, start, ranks_here)
         return summary
+
+
+@contextlib.contextmanager
+def _parents(start: RunRanks | None) -> Iterator[Lender | None]:
+    """Have what forks the processes of a run, as far as they run here: those of the sweep, or else its own."""
+    borrowed = Borrowed.here()
+    if start is not None or borrowed is not None:
+        yield borrowed
+        return
+    with Parents() as parents:
+        yield parents
 
 
 def choose_device(config: RunConfig, ranks: int | None = None) -> tuple[str, list[str]]:
@@ -157,12 +169,20 @@ def _heading(config: RunConfig, run: Claim, device: str) -> list[str]:
     ]
 
 
-def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progress, start: RunRanks) -> dict[str, Any]:
+def _run(
+    config: RunConfig,
+    run: Claim,
+    device: str,
+    stop: Stop,
+    progress: Progress,
+    start: RunRanks,
+    parents: Lender | None,
+) -> dict[str, Any]:
     """The two stages, corpus and ranks, and the status that they end with."""
     run.update(device=device)
     watch = _Watch(config, run, stop)
     try:
-        _prepare_corpus(config, run, stop, progress, watch)
+        _prepare_corpus(config, run, stop, progress, watch, parents if device == "cpu" else None)
         summary = _train(config, run, device, stop, progress, watch, start)
     except RunFailed as error:
         progress.close()
@@ -176,7 +196,9 @@ def _run(config: RunConfig, run: Claim, device: str, stop: Stop, progress: Progr
     return summary
 
 
-def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progress, watch: _Watch) -> None:
+def _prepare_corpus(
+    config: RunConfig, run: Claim, stop: Stop, progress: Progress, watch: _Watch, parents: Lender | None
+) -> None:
     from optimus_cc.training.corpus import DataError, is_prepared, prepare
 
     try:
@@ -201,9 +223,12 @@ def _prepare_corpus(config: RunConfig, run: Claim, stop: Stop, progress: Progres
             log_dir=log_dir,
             stop=stop,
             env=import_path(),
+            # It computes nothing with them; a parent of the ranks can fork it, too.
+            threads_per_rank=config.launcher.threads_per_rank or threads_of_each(config.parallel.world_size),
             grace_s=config.launcher.stop_grace_s,
             on_poll=on_poll,
             name="the corpus preparation",
+            parents=parents,
         )
     except (RunCancelled, RunPreempted):
         raise
@@ -255,25 +280,32 @@ def run_ranks(
     folder: RunFolder,
     stop: Stop,
     on_poll: Callable[[], None],
+    parents: Lender | None = None,
 ) -> None:
-    """Run ``command`` once per rank, on ``device``, as ``config`` says; see :func:`supervise`."""
-    supervise(
-        command,
-        ranks,
-        log_dir=folder.logs,
-        stop=stop,
-        env={process.DEVICE: device, **import_path()},
-        threads_per_rank=config.launcher.threads_per_rank,
-        grace_s=config.launcher.stop_grace_s,
-        timeout_s=config.training.timeout_s,
-        on_poll=on_poll,
-    )
+    """Run ``command`` once per rank, on ``device``, as ``config`` says; see :func:`supervise`.
+
+    Args:
+        parents: may fork them, on the CPU; by default they are there for this call.
+    """
+    with Parents() as own:
+        supervise(
+            command,
+            ranks,
+            log_dir=folder.logs,
+            stop=stop,
+            env={process.DEVICE: device, **import_path()},
+            threads_per_rank=config.launcher.threads_per_rank,
+            grace_s=config.launcher.stop_grace_s,
+            timeout_s=config.training.timeout_s,
+            on_poll=on_poll,
+            parents=(parents or own) if device == "cpu" else None,
+        )
 
 
 def import_path() -> dict[str, str]:
     """Lets processes import this very package, installed or not, from whatever folder they are started in."""
-    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    mine, others = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join([mine, *(place for place in others if place not in ("", mine))])}
 
 
 def rank_command(folder: RunFolder, config: RunConfig) -> list[str]:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
+from launchers.processes.preloaded import Forked, Lender, Line, Started, can_fork
 from optimus_cc import process
 from optimus_cc.process import EXIT_PREEMPTED, Failure
 from optimus_cc.runs import RunCancelled, RunFailed, RunPreempted
@@ -92,7 +94,7 @@ class PatientStop(Stop):
 class _Rank:
     number: int
     name: str
-    popen: subprocess.Popen[bytes]
+    started_as: Started
     log: Path
     started: float
     ended: float | None = None
@@ -104,12 +106,12 @@ class _Rank:
         """Look for a report of failure, and whether it ended. Returns whether it ended just now."""
         if self.ended is not None:
             return False
-        ended = self.popen.poll() is not None
+        ended = self.started_as.poll() is not None
         if self.failure is None:  # a rank that has failed may still hang on its way out
             self.failure = process.read_failure(log_dir, self.number)
         if ended:
             self.ended = time.time()
-            self.code = self.popen.returncode
+            self.code = self.started_as.returncode
         return ended
 
     @property
@@ -121,6 +123,10 @@ class _Rank:
         return self.code == -signal.SIGABRT and process.speaks_of_communication("\n".join(last_lines(self.log, 100)))
 
     @property
+    def orphaned(self) -> bool:
+        return isinstance(self.started_as, Forked) and self.started_as.orphaned
+
+    @property
     def end_time(self) -> float:
         return self.failure.time if self.failure is not None else self.ended or self.started
 
@@ -129,6 +135,8 @@ class _Rank:
         if self.failure is not None:
             message = " ".join(self.failure.message.split())
             return f"{self.name} failed with {self.failure.exception}: {shortened(message, 300)}"
+        if self.orphaned:
+            return f"the process that had started {self.name} died (out of memory, or killed by hand), and so did it"
         if self.code < 0:
             hint = " (out of memory, or killed by hand)" if self.code == -signal.SIGKILL else ""
             return f"{self.name} was killed by {_signal_name(-self.code)}{hint}"
@@ -150,6 +158,7 @@ def supervise(
     poll_s: float = 0.1,
     name: str = "rank {}",
     world: World | None = None,
+    parents: Lender | None = None,
 ) -> None:
     """Run ``command`` once per rank until all have ended well; whatever happens, none is left when this returns.
 
@@ -166,6 +175,7 @@ def supervise(
         on_poll: called every ``poll_s``.
         name: what a rank is called in messages.
         world: if there are ranks on other hosts, too.
+        parents: have processes that fork ranks, if ``command`` runs a module; else every rank is executed.
 
     Raises:
         RunFailed: a rank failed or hung; names the first one, how it ended, and the last lines of its log;
@@ -175,7 +185,7 @@ def supervise(
     """
     supervisor = _Supervisor(log_dir, stop or Stop(), grace_s, on_poll or (lambda: None), poll_s)
     with supervisor:
-        supervisor.start(command, num_ranks, env or {}, threads_per_rank, name, world)
+        supervisor.start(command, num_ranks, env or {}, threads_per_rank, name, world, parents)
         supervisor.watch(timeout_s, startup_s)
 
 
@@ -193,12 +203,15 @@ class _Supervisor:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix="optimus_cc_"))
         self.guard = Guard(self.scratch)
+        self.line: Line | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self._kill()
         finally:
+            if self.line is not None:
+                self.line.close()
             self.guard.close()
 
     def start(
@@ -209,37 +222,53 @@ class _Supervisor:
         threads: int | None,
         name: str,
         world: World | None,
+        parents: Lender | None,
     ) -> None:
         loopback = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_interface()}
         own = World(num_ranks, 0, f"file://{self.scratch / 'rendezvous'}")
         shared = {
+            **process.SLEEPING_THREADS,
             **os.environ,
             **(loopback if world is None else {}),
             "PYTHONUNBUFFERED": "1",
             **env,
             "WORLD_SIZE": str((world or own).size),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            "OMP_NUM_THREADS": str(threads or max(1, num_cores() // num_ranks)),
+            "OMP_NUM_THREADS": str(threads or threads_of_each(num_ranks)),
             process.RENDEZVOUS: (world or own).rendezvous,
             process.LOG_DIR: str(self.log_dir),
             process.SUPERVISOR_PID: str(os.getpid()),
         }
+        if parents is not None and can_fork(command):
+            self._wait_for_parent(parents, shared)
         for local_rank in range(num_ranks):
             number = (world or own).first_rank + local_rank
             for stale in (process.failure_path, process.heartbeat_path):
                 stale(self.log_dir, number).unlink(missing_ok=True)
             log = process.log_path(self.log_dir, number)
             with log.open("wb", buffering=0) as output:
-                popen = subprocess.Popen(
-                    command,
-                    env={**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self.ranks.append(_Rank(number, name.format(number), popen, log, time.time()))
-            self.guard.add(popen.pid)
+                own_environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
+                started = self._start_one(command, own_environment, output)
+            self.ranks.append(_Rank(number, name.format(number), started, log, time.time()))
+            self.guard.add(started.pid)
+
+    def _wait_for_parent(self, parents: Lender, environment: Mapping[str, str]) -> None:
+        """Until it has imported everything, as long as nobody asks for an end."""
+        self.line = parents.line(environment)
+        while self.line is not None and not (self.line.ready or self.line.broken or self.stop.requested):
+            self.line.receive(self.poll_s)
+            self.on_poll()
+
+    def _start_one(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Started:
+        forked = self.line.fork(command, environment, output) if self.line is not None else None
+        return forked or subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def watch(self, timeout_s: float | None, startup_s: float) -> None:
         pulse = _Pulse(timeout_s, startup_s, self.grace_s)
@@ -313,7 +342,7 @@ class _Supervisor:
 
     def _failure(self, first: _Rank, failed: Sequence[_Rank]) -> RunFailed:
         details = _shown_log(first.log, last_lines(first.log))
-        others = [rank.how for rank in failed if rank is not first and not rank.lost_contact]
+        others = [rank.how for rank in failed if rank is not first and not rank.lost_contact and not rank.orphaned]
         if others:
             details += "".join(f"\n  Then {how}." for how in others)
         return RunFailed(first.how, details)
@@ -339,20 +368,20 @@ class _Supervisor:
     def _signal(self, number: signal.Signals) -> None:
         for rank in self._running():
             with contextlib.suppress(ProcessLookupError):
-                rank.popen.send_signal(number)
+                rank.started_as.send_signal(number)
 
     def _kill_group(self, rank: _Rank) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(rank.popen.pid, signal.SIGKILL)
+            os.killpg(rank.started_as.pid, signal.SIGKILL)
         if rank.ended is not None:
-            self.guard.remove(rank.popen.pid)
+            self.guard.remove(rank.started_as.pid)
 
     def _kill(self) -> None:
         for rank in self._running():
             self._kill_group(rank)
         for rank in self._running():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.popen.wait(_KILL_WAIT_S)
+                rank.started_as.wait(_KILL_WAIT_S)
         self._poll()
 
 
@@ -477,6 +506,11 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def threads_of_each(num_ranks: int) -> int:
+    """The machine's cores shared out."""
+    return max(1, num_cores() // num_ranks)
 
 
 def num_cores() -> int:

@@ -22,6 +22,7 @@ from launchers.job import EXIT_BUSY, log_path
 from launchers.local import choose_device, import_path, relative, visible_gpus
 from launchers.overview import Overview, Watched
 from launchers.plan import Planned, count, plan
+from launchers.processes.preloaded import LENT, Parents
 from launchers.progress import duration, number
 from launchers.supervise import Guard, Stop, last_lines, num_cores
 from optimus_cc import process, provenance
@@ -215,11 +216,13 @@ class _Sweep:
         self._queue()
         scratch = Path(tempfile.mkdtemp(prefix="optimus_cc_sweep_"))
         self._guard = Guard(scratch)
+        self._parents = Parents()
         try:
             while self._running or (self._waiting and not self._stop.requested):
                 self._pass_on_the_stop()
                 self._start_what_fits(scratch)
                 time.sleep(POLL_S)
+                self._parents.serve()
                 for job in [job for job in self._running if job.popen.poll() is not None]:
                     self._end(job)
                 running = [job.watched for job in self._running]
@@ -227,6 +230,7 @@ class _Sweep:
         finally:
             self._overview.close()
             self._guard.close()  # kills what is left
+            self._parents.close()
         self._withdraw_the_rest()
         self._look_elsewhere()
         self._close()
@@ -296,7 +300,8 @@ class _Sweep:
         env = {**os.environ, **import_path(), process.SUPERVISOR_PID: str(os.getpid())}
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        with output.open("wb", buffering=0) as file:
+        with self._parents.lend() as lent, output.open("wb", buffering=0) as file:
+            env[LENT] = str(lent.fileno())
             popen = subprocess.Popen(
                 self._job_command(one.folder),
                 env=env,
@@ -304,6 +309,7 @@ class _Sweep:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[lent.fileno()],
             )
         self._guard.add(popen.pid)
         self._running.append(_Job(Watched(one, time.monotonic()), popen, output, gpus))

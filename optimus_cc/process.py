@@ -27,6 +27,15 @@ DEVICE = "OPTIMUS_CC_DEVICE"
 """``cpu`` or ``cuda``, decided before the ranks start."""
 LOG_DIR = "OPTIMUS_CC_LOG_DIR"
 SUPERVISOR_PID = "OPTIMUS_CC_SUPERVISOR_PID"
+"""Of the process that started this one: its supervisor, or a parent that forks for supervisors."""
+
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "passive"}
+"""Has OpenMP's threads sleep while they wait for work, for processes that import torch.
+
+They spin otherwise: for milliseconds, on cores that other processes need, and each operation waits for a thread that
+has not got its core. The results are the same. GNU's, LLVM's and Intel's libraries all read it when they are loaded;
+GOMP_SPINCOUNT and KMP_BLOCKTIME come before it.
+"""
 
 EXIT_PREEMPTED = 75
 """How a rank ends that was asked to stop at the next step boundary (EX_TEMPFAIL: try again later)."""
@@ -49,6 +58,7 @@ _COMMUNICATION_WORDS = (
 
 def run_rank(body: Callable[[Report], int]) -> int:
     """What a rank does from its first line on: ``body``, whose exit code this returns, under its supervisor's eyes."""
+    let_threads_sleep()
     die_with_parent()
     install_stack_dump()
     # Megatron-core warns at import about every optional package that is not there.
@@ -75,11 +85,21 @@ def die_with_parent() -> None:
     A second line of defence, on Linux only: the supervisor's guard kills whole process groups, everywhere. For ranks
     only: a process that a rank starts inherits the environment but has another parent.
     """
+    end_with(int(os.environ.get(SUPERVISOR_PID) or os.getppid()))
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent does not live any more, or has gone already. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    supervisor = os.environ.get(SUPERVISOR_PID)
-    if supervisor is not None and os.getppid() != int(supervisor):
+    if os.getppid() != parent:
         os._exit(1)  # it died before the line above took effect
+
+
+def let_threads_sleep() -> None:
+    """:data:`SLEEPING_THREADS` for this process, unless the user has said otherwise. Before torch is imported."""
+    for name, value in SLEEPING_THREADS.items():
+        os.environ.setdefault(name, value)
 
 
 def install_stack_dump() -> None:

@@ -31,6 +31,7 @@ from optimus_cc.config import ConfigError, RunConfig, load
 from optimus_cc.config.data import JsonLinesConfig
 from optimus_cc.config.fingerprint import fingerprint
 from optimus_cc.config.tokenizer import BpeTokenizerConfig, Gpt2TokenizerConfig
+from optimus_cc.process import let_threads_sleep
 from optimus_cc.training.documents import read_json_lines, read_wikipedia, wikipedia_dump
 from optimus_cc.training.errors import DataError
 
@@ -495,6 +496,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m optimus_cc.training.corpus", description=main.__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", type=Path, help="a resolved run configuration")
     path = parser.parse_args(arguments).config
+    let_threads_sleep()
     from omegaconf import OmegaConf
 
     try:
