@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from launchers.processes.preloaded import Parents
 from tests.soak.chains import run_chain
 from tests.soak.damage import small_disk
 
@@ -30,10 +31,12 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="optimus_cc_soak_") as place:
         workplace = Path(place)
-        with small_disk(DISK_MB, workplace / "disk") as disk:
+        with small_disk(DISK_MB, workplace / "disk") as disk, Parents() as parents:
             if disk is None:
                 print("no file system can be mounted here: a full disk is not among the faults")
-            kinds: dict[str, Callable[[int], str]] = {"chains": lambda seed: str(run_chain(seed, workplace, disk))}
+            kinds: dict[str, Callable[[int], str]] = {
+                "chains": lambda seed: str(run_chain(seed, parents, workplace, disk)),
+            }
             chosen = [arguments.only] if arguments.only else list(kinds)
             return _run({name: kinds[name] for name in chosen}, arguments)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launchers.processes.preloaded import LENT, Parents
 from optimus_cc import checkpoints
 from optimus_cc.config import RunConfig, load
 from optimus_cc.runs import RunFailed, RunFolder
@@ -47,6 +48,7 @@ class Chain:
 
     seed: int
     config: RunConfig
+    parents: Parents
     log: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -106,14 +108,16 @@ def with_corpus(config: RunConfig, workplace: Path) -> RunConfig:
         "split": [0.8, 0.1, 0.1],
     }
     mapping["tokenizer"] = {"name": "bpe", "vocabulary_size": 300}
-    mapping["launcher"] = {**mapping["launcher"], "stop_grace_s": 2.0}
+    # With one number of threads one parent forks the ranks of all layouts.
+    mapping["launcher"] = {**mapping["launcher"], "stop_grace_s": 2.0, "threads_per_rank": 1}
     return load(mapping)
 
 
-def run_chain(seed: int, workplace: Path, disk: Path | None = None) -> Chain:
+def run_chain(seed: int, parents: Parents, workplace: Path, disk: Path | None = None) -> Chain:
     """Disturb one training, a few times, until it is through.
 
     Args:
+        parents: fork the ranks.
         workplace: holds the corpus, and the folder in which this chain's runs are made and removed.
         disk: a small file system of its own, if there is one: it is filled up as one of the faults.
 
@@ -121,7 +125,7 @@ def run_chain(seed: int, workplace: Path, disk: Path | None = None) -> Chain:
         Broken: it did not end as the undisturbed one; the message holds what was done.
     """
     chance = random.Random(seed)
-    chain = Chain(seed, random_config(chance, workplace))
+    chain = Chain(seed, random_config(chance, workplace), parents)
     with tempfile.TemporaryDirectory(prefix=f"chain_{seed}_", dir=disk or workplace) as place:
         whole = _undisturbed(chain, chain.config, Path(place) / "whole")
         folder = _disturbed(chain, chain.config, Path(place) / "parts", chance, disk)
@@ -135,7 +139,7 @@ def run_chain(seed: int, workplace: Path, disk: Path | None = None) -> Chain:
 
 
 def _undisturbed(chain: Chain, config: RunConfig, runs_dir: Path) -> RunFolder:
-    attempt = Attempt(dataclasses.replace(config, runs_dir=str(runs_dir)))
+    attempt = Attempt(dataclasses.replace(config, runs_dir=str(runs_dir)), chain.parents)
     attempt.wait()
     if attempt.code != 0:
         raise Broken(f"{chain}: undisturbed, it ended with {attempt.code}:\n{attempt.output}")
@@ -166,7 +170,7 @@ def _disturbed(chain: Chain, config: RunConfig, runs_dir: Path, chance: random.R
     config = dataclasses.replace(config, runs_dir=str(runs_dir))
     for _ in range(chance.randint(1, 3)):
         kill = random_kill(chance)
-        attempt = Attempt(config)
+        attempt = Attempt(config, chain.parents)
         chain.log.append(kill.meet(attempt))
         attempt.wait()
         _nothing_left(chain, attempt)
@@ -179,11 +183,11 @@ def _disturbed(chain: Chain, config: RunConfig, runs_dir: Path, chance: random.R
         chain.log.append(str(damage))
         with damage:
             if damage.lasts:
-                meanwhile = Attempt(config)
+                meanwhile = Attempt(config, chain.parents)
                 meanwhile.wait()
                 _nothing_left(chain, meanwhile)
                 _ended_for_a_reason(chain, meanwhile, None, damage)
-    last = Attempt(config)
+    last = Attempt(config, chain.parents)
     last.wait()
     if last.code != 0:
         raise Broken(f"{chain}: the last attempt, undisturbed, ended with {last.code}:\n{last.output}")
@@ -278,17 +282,20 @@ def _without_timings(value: Any) -> Any:
 class Attempt:
     """One try at a run, in a process of its own that is the run's supervisor; ended by :meth:`wait`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, parents: Parents) -> None:
         self.config = config
+        self._parents = parents
         self.folder = RunFolder(Path(config.runs_dir).absolute() / config.run_id)
         self.code: int | None = None
         """Exit code, negative for a signal, once it has ended."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with this object
         self._began = time.monotonic()
         sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._supervise()
+        with parents.lend() as lent:
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.environ[LENT] = str(lent.detach())
+                self._supervise()
 
     @property
     def output(self) -> str:
@@ -303,6 +310,8 @@ class Attempt:
         return 0
 
     def running(self) -> bool:
+        """Whether it still does; to be asked again and again, because its ranks are forked meanwhile."""
+        self._parents.serve()
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

@@ -23,7 +23,7 @@ class Process:
 
     pid: int
     role: str
-    """``rank``, ``guard``, ``parent`` (of which ranks are forked) or ``other``."""
+    """``rank``, ``guard`` or ``other``."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.pid}"
@@ -49,6 +49,12 @@ def processes_of(folder: RunFolder, supervisor: int) -> list[Process]:
     return found
 
 
+def parents_of_ranks() -> list[int]:
+    """The processes of this one that ranks are forked from."""
+    looks = ((pid, _look(pid)) for pid in _pids())
+    return [pid for pid, look in looks if look and look[0] == os.getpid() and "launchers.processes.parent" in look[1]]
+
+
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
@@ -65,7 +71,10 @@ def _look(pid: int) -> tuple[int, str, str] | None:
     return None if state in "ZX" else (int(parent), command, output)
 
 
-VICTIMS = ("rank", "rank", "supervisor", "guard", "guard and supervisor", "node", "SIGTERM", "SIGTERM to all", "Ctrl-C")
+VICTIMS = (
+    *("rank", "rank", "supervisor", "guard", "guard and supervisor", "node"),
+    *("parent of the ranks", "SIGTERM", "SIGTERM to all", "Ctrl-C"),
+)
 MOMENTS = ("any", "step", "step", "saving", "saving")
 
 
@@ -107,7 +116,7 @@ class Kill:
 
         while attempt.running():
             if ready():
-                longest_s = {"any": 4.0, "step": 0.1, "saving": 0.05}[self.moment]
+                longest_s = {"any": 4.0, "step": 0.04, "saving": 0.05}[self.moment]
                 time.sleep(self.share * longest_s)
                 return True
             time.sleep(0.001)
@@ -131,6 +140,7 @@ class Kill:
             "guard": guards,
             "guard and supervisor": [*guards, supervisor],
             "node": [supervisor, *guards, *ranks],
+            "parent of the ranks": parents_of_ranks(),
         }[self.victim]
         return [(pid, signal.SIGKILL) for pid in chosen]
 
@@ -138,6 +148,8 @@ class Kill:
         """Whether this is how a run ends that met this fault."""
         if self.victim in ("supervisor", "guard and supervisor", "node"):
             return code == -signal.SIGKILL
+        if self.victim == "parent of the ranks":
+            return code == 1 and "the process that had started rank" in output
         if self.victim == "rank":
             return code == 1 and "was killed by SIGKILL" in output
         if self.victim in ("SIGTERM", "SIGTERM to all"):
@@ -148,4 +160,4 @@ class Kill:
 
 
 def random_kill(chance: random.Random) -> Kill:
-    return Kill(chance.choice(VICTIMS), chance.choice(MOMENTS), chance.randint(1, 3), chance.random())
+    return Kill(chance.choice(VICTIMS), chance.choice(MOMENTS), chance.randint(1, 2), chance.random())
