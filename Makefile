@@ -1,6 +1,7 @@
 # make reproduce: install, train a small study of all techniques, make the tables, figures and the report.
 # make reproduce SCALE=paper: print what that would be at the paper's size, start nothing.
 # make figures: tables, figures and the report, from the runs that are there.   make test: install, run the tests.
+# make soak MINUTES=10 SEED=1: random runs that are killed and damaged, random command lines; prints each seed that fails.
 # make slurm-up, make slurm-down: start and stop a SLURM cluster of four nodes on this machine; as root.
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,6 +14,11 @@ REPORT ?= report
 # Of the cluster: where its files are (default: in a temporary folder), and 1 for a database of jobs.
 SLURM_FOLDER ?=
 SLURM_ACCOUNTING ?=
+# Of the soak: for how long, the first seed, how many trials at most, and chains or lines for one kind alone.
+MINUTES ?= 10
+SEED ?= 1
+TRIALS ?=
+ONLY ?=
 
 # Progress is shown as it happens, through a pipe too.
 export PYTHONUNBUFFERED = 1
@@ -20,7 +26,7 @@ export PYTHONUNBUFFERED = 1
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: reproduce figures test lint install slurm-up slurm-down clean
+.PHONY: reproduce figures test soak lint install slurm-up slurm-down clean
 
 # All of the paper's tables and figures that take trainings; some share runs.
 PAPERS_RECIPES = table_pretraining table_lazy_error figure_motivation figure_stage_fraction_rank figure_breakdown \
@@ -47,6 +53,9 @@ figures: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+soak: $(INSTALLED)
+	$(RUN) -m tests.soak --minutes $(MINUTES) --seed $(SEED) $(if $(TRIALS),--trials $(TRIALS)) $(if $(ONLY),--only $(ONLY))
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -42,6 +42,27 @@ def low_rank(rank: int = 2, **technique: Any) -> dict[str, Any]:
     return {"name": "cb", "cb": {"enabled": True, "codec": {"name": "low_rank", "rank": rank, **codec}, **technique}}
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "baseline": {"name": "baseline"},
+    "cb": low_rank(),
+    "cb_carry": low_rank(residual="carry", epilogue_only=False),
+    "cb_cold": low_rank(warm_start=False),
+    "cb_topk": {"name": "cb_topk", "cb": {"enabled": True, "codec": {"name": "top_k", "match_rank": 2}}},
+    "fe": {"name": "fe", "fe": {"enabled": True}},
+    "cb_fe": {**low_rank(), "name": "cb_fe", "fe": {"enabled": True}},
+    "sc": {
+        "name": "sc",
+        "sc": {"enabled": True, "fraction": 0.5, "warmup_steps": 2, "codec": {"name": "low_rank", "rank": 2}},
+    },
+    "naive_dp": {
+        "name": "naive_dp",
+        "sc": {"enabled": True, "fraction": 1.0, "warmup_steps": 0, "codec": {"name": "low_rank", "rank": 2}},
+    },
+}
+PRESETS["cb_fe_sc"] = {**PRESETS["cb_fe"], "name": "cb_fe_sc", "sc": PRESETS["sc"]["sc"]}
+NEED_REPLICAS = {"sc", "naive_dp", "cb_fe_sc"}
+
+
 def tiny(
     layout: str | dict[str, Any] = "single",
     technique: dict[str, Any] | None = None,
