@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from optimus_cc import command, tasks
 from optimus_cc.config import ConfigError, compose
 from optimus_cc.config.help import help_text
+from optimus_cc.config.mistakes import MISTAKES
 from optimus_cc.config.sweeps import Composing
 
 
@@ -63,7 +64,7 @@ def main() -> int:
                 config_path=str(compose.CONF),
                 config_name=compose.PRIMARY,
             )
-        except compose.MISTAKES as error:
+        except MISTAKES as error:
             hydras_own = isinstance(error, (HydraException, OmegaConfBaseException))
             if isinstance(error, ConfigError) or not (information or hydras_own):
                 raise  # a task's

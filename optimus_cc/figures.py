@@ -28,5 +28,5 @@ def own_style(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
             os.environ["MPLBACKEND"] = said
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings or {})
+        matplotlib.rcParams.update(dict[Any, Any](settings or {}))
         yield

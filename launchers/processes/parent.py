@@ -117,7 +117,8 @@ class _Server:
     def serve(self) -> _Order | None:
         """In a forked process, what it is to become; in this one None, at the end."""
         while True:
-            ready, _, _ = select.select([self._owner, self._wake, *self._children], [], [])
+            sources: list[socket.socket | int] = [self._owner, self._wake, *self._children]
+            ready, _, _ = select.select(sources, [], [])
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     while os.read(self._wake, 4096):

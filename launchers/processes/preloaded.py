@@ -236,7 +236,7 @@ class _Parent:
                 [sys.executable, "-m", "launchers.processes.parent", *modules],
                 env={**environment, process.SUPERVISOR_PID: str(os.getpid())},
                 cwd=place,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a rank that is executed fails at the same import, and tells
                 start_new_session=True,

@@ -260,7 +260,7 @@ class _Composer:
             if wrong:
                 raise ConfigError(wrong)
             if not basic:
-                if wrong := [*self._wrong_groups(parsed), *self._wrong_keys(parsed)]:
+                if wrong := self.finder(arguments, multirun=True).wrong_names(parsed):
                     raise ConfigError(wrong)
                 return []
             (sweep,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
@@ -455,7 +455,7 @@ def _other_reference(key: str, value: str) -> str:
 @contextmanager
 def _said_by_hydra(composed: DictConfig) -> Iterator[None]:
     """``${hydra:...}`` says what it will say in the run, unless it is there already."""
-    singleton = HydraConfig.instance()
+    singleton: Any = HydraConfig.instance()
     before = singleton.cfg
     if "hydra" in composed:
         singleton.cfg = OmegaConf.masked_copy(composed, ["hydra"])

@@ -74,6 +74,10 @@ class Finder:
                 return guess
         return None
 
+    def wrong_names(self, overrides: Sequence[Override]) -> list[Problem]:
+        """What is wrong with the groups, options and keys that overrides name."""
+        return [*self._wrong_groups(overrides), *self._wrong_keys(overrides)]
+
     def _syntax(self) -> tuple[list[Override], list[Problem]]:
         """The overrides that can be read, and what is wrong with the others."""
         parsed: list[Override] = []

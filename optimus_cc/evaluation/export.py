@@ -21,7 +21,7 @@ from optimus_cc.config import RunConfig
 from optimus_cc.config.model import ModelConfig
 from optimus_cc.evaluation import trained
 from optimus_cc.runs import RunFailed
-from optimus_cc.training.safe_loading import check_index, weights_only
+from optimus_cc.training.safe_loading import read_index, weights_only
 from optimus_cc.training.tokenizer import Tokenizer
 
 Weights = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ def read_weights(checkpoint: Checkpoint) -> Weights:
     if damaged := checkpoint.damaged_files():
         raise RunFailed(f"{checkpoint.path} can't be used: {damaged[0]} is damaged")
     try:
-        check_index(checkpoint.path)
+        read_index(checkpoint.path)
         reader = FileSystemReader(checkpoint.path)
         index = reader.read_metadata().state_dict_metadata
         state: Weights = {

@@ -66,10 +66,11 @@ def load(
     """Bring model and optimizer to what ``place`` holds, ``step`` being the steps taken until then. Collective."""
     state = model_state(model)
     _fill_optimizer_state(optimizer)
-    state["optimizer"] = optimizer.sharded_state_dict({**state}, is_loading=True, metadata=dict(CONTENT))
-    loaded = _load(_without_objects(state), place, stored)
-    _set_model(model, loaded)
-    _set_optimizer(optimizer, loaded["optimizer"], step)
+    moments = optimizer.sharded_state_dict({**state}, is_loading=True, metadata=dict(CONTENT))
+    # One after the other: weights of both may have to come from the same tensor.
+    loaded = _load(_without_objects(moments), place, stored)
+    _set_model(model, _load(_without_objects(state), place, stored))
+    _set_optimizer(optimizer, loaded, step)
 
 
 def _load(wanted: dict[str, Any], place: Path, stored: Mapping[str, torch.dtype | None]) -> dict[str, Any]:

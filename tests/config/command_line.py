@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from optimus_cc.config import RunConfig
 from optimus_cc.config.compose import compose, parse
+
+
+@contextlib.contextmanager
+def composed_once() -> Iterator[None]:
+    """What is composed again and again, fixes above all, takes its time once."""
+    found: dict[str, Any] = {}
+    load = ConfigLoaderImpl.load_configuration
+
+    def load_once(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> Any:
+        key = f"{os.getcwd()} {self.config_search_path} {arguments} {options}"
+        if key not in found:
+            found[key] = load(self, *arguments, **options)
+        return copy.deepcopy(found[key])
+
+    with mock.patch.object(ConfigLoaderImpl, "load_configuration", load_once):
+        yield
 
 
 def composed(line: str) -> list[RunConfig]:

@@ -309,7 +309,7 @@ def test_options_name_every_key(group: str, tmp_path: Path) -> None:
             said += " technique=baseline model.num_layers=8 model.num_attention_heads=8 training=paper"
         arguments, _ = compose.parse(shlex.split(f"{said} {needs.get(choice, '')} cluster.ranks_per_node=128"))
         composer = compose._Composer.of(arguments)
-        config = composer.run(composer.overrides)
+        config = composer.run(composer.overrides, None)
         written = keys(compose.plain(composer.load(composer.overrides)))
         unused = {"tracking.project", "tracking.mode"} if config.tracking.name == "none" else set()
         assert written == keys(config.to_mapping()) - unused, choice

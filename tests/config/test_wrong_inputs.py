@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from optimus_cc.config import ConfigError, Problem
 from optimus_cc.config.compose import _Composer, parse
 from optimus_cc.config.sweeps import Composing, _size
-from tests.config.command_line import composed
+from tests.config.command_line import composed, composed_once
 from tests.config.fixes import failing
 
 WRONG: list[tuple[str, str, str]] = [
@@ -356,19 +354,7 @@ WRONG: list[tuple[str, str, str]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _composed_once() -> Iterator[None]:
-    """What composes again and again here, fixes above all, takes its time once."""
-    found: dict[Any, Any] = {}
-    load = ConfigLoaderImpl.load_configuration
-
-    def load_once(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> Any:
-        sources = str(self.config_search_path)
-        key = (sources, str(arguments), str(options))
-        if key not in found:
-            found[key] = load(self, *arguments, **options)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfigLoaderImpl, "load_configuration", load_once)
+    with composed_once():
         yield
 
 

@@ -19,6 +19,7 @@ from launchers import sweep
 from launchers.processes import parent
 from launchers.processes.preloaded import Line, Parents
 from launchers.supervise import Stop, supervise
+from optimus_cc import process
 from optimus_cc.runs import RunCancelled, RunFailed
 from tests.launchers.jobs import command_of, configuration
 from tests.launchers.processes import (
@@ -150,7 +151,7 @@ REFUSED: dict[str, Callable[[dict[str, str], Path, pytest.MonkeyPatch], tuple[di
     "a variable less": lambda env, place, _: ({key: env[key] for key in env if key != "PATH"}, os.getcwd()),
     "a folder": lambda env, place, _: (env, str(place)),
     "the code": lambda env, place, patch: (
-        patch.setattr(parent, "_code", lambda: {"optimus_cc/x.py": (1, 1)}) or env,  # type: ignore[func-returns-value]
+        patch.setattr(parent, "_code", lambda: {"optimus_cc/x.py": (1, 1)}) or env,
         os.getcwd(),
     ),
 }
@@ -167,7 +168,7 @@ def test_nothing_else_may_differ(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_code_is_every_file_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent.process, "__file__", str(tmp_path / "process.py"))
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
     (tmp_path / "deep").mkdir()
     states = [parent._code()]
     for change in (

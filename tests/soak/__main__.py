@@ -18,6 +18,7 @@ from pathlib import Path
 from launchers.processes.preloaded import Parents
 from tests.soak.chains import run_chain
 from tests.soak.damage import small_disk
+from tests.soak.lines import run_line
 
 DISK_MB = 48
 
@@ -36,6 +37,7 @@ def main() -> int:
                 print("no file system can be mounted here: a full disk is not among the faults")
             kinds: dict[str, Callable[[int], str]] = {
                 "chains": lambda seed: str(run_chain(seed, parents, workplace, disk)),
+                "lines": lambda seed: run_line(seed, parents, workplace),
             }
             chosen = [arguments.only] if arguments.only else list(kinds)
             return _run({name: kinds[name] for name in chosen}, arguments)

@@ -201,7 +201,7 @@ def _ended_for_a_reason(chain: Chain, attempt: Attempt, kill: Kill | None, damag
         return
     if "Traceback" in attempt.output:
         raise Broken(f"{chain}: a traceback where a sentence was due:\n{attempt.output}")
-    if kill is not None and kill.explains(attempt.code, attempt.output):
+    if kill is not None and attempt.code is not None and kill.explains(attempt.code, attempt.output):
         return
     if damage is not None and damage.explains(attempt.output):
         return
@@ -325,14 +325,23 @@ class Attempt:
             Broken: it does not.
         """
         while self.running():
-            if time.monotonic() - self._began > PATIENCE_S:
-                for process in processes_of(self.folder, self.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
+            if self.overdue():
+                self.end()
                 raise Broken(f"{self.folder.run_id} still ran after {PATIENCE_S:.0f} s:\n{self.output}")
             time.sleep(0.005)
+
+    def overdue(self) -> bool:
+        return time.monotonic() - self._began > PATIENCE_S
+
+    def end(self) -> None:
+        """Kill what there still is of it."""
+        for process in processes_of(self.folder, self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if self.running():
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+            self.code = os.waitstatus_to_exitcode(status)
 
     def _supervise(self) -> None:
         """The child: trains, and never returns."""

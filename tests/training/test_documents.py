@@ -7,6 +7,7 @@ import json
 import lzma
 import random
 import re
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -141,8 +142,9 @@ def _packed(kind: str, plain: bytes) -> bytes:
     if kind == "zstd":
         options = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=False)
         packer = zstandard.ZstdCompressor(compression_params=options).compressobj()  # as from a pipe: of unknown size
-        return packer.compress(plain) + packer.flush()
-    return {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}[kind](plain)
+        return bytes(packer.compress(plain) + packer.flush())
+    pack: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+    return pack[kind](plain)
 
 
 @pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zstd"])
