@@ -157,7 +157,7 @@ def test_rerun_gives_the_same_numbers(
 
 
 def test_loss_that_is_not_a_number_stops_the_run_and_says_so(workplace: Path) -> None:
-    diverging = ("optimizer.learning_rate=1e30", "optimizer.clip_grad=0", "optimizer.name=sgd")
+    diverging = ("optimizer.learning_rate=1e16", "optimizer.clip_grad=0", "optimizer.name=sgd")
     result = run(workplace, "training.seed=2", *diverging)
     output = result.stdout + result.stderr
     assert result.returncode == 1

@@ -273,13 +273,13 @@ def test_what_does_not_apply_is_said(ranks: RankPool, tmp_path: Path) -> None:
 def test_the_tiny_model_keeps_what_is_the_users() -> None:
     line = (
         "task=selfcheck parallel=tp2_pp2_dp2 parallel.sequence_parallel=true parallel.distributed_optimizer=true "
-        "training.precision=bf16 training.recompute=full model.tied_embeddings=false optimizer.name=sgd"
+        "training.precision=bf16 training.recompute=full model.tied_embeddings=false"
     )
     users = one(line)
     config = plan.tiny(users)
     assert config.parallel == users.parallel
     assert (config.training.precision, config.training.recompute) == ("bf16", "full")
-    assert config.optimizer.name == "sgd"
+    assert plan.tiny(one("task=selfcheck parallel=pp2 optimizer.name=sgd")).optimizer.name == "sgd"
     assert not config.model.tied_embeddings
     assert config.num_microbatches > config.parallel.pipeline_parallel_size, "nothing would be outside the epilogue"
     label = plan.everything(config).label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,7 +24,7 @@ def with_quotes(problems: Iterable[Problem], overrides: Iterable[str]) -> list[P
     for problem in problems:
         raw = typed.get(problem.key, "")
         quoted = _quoted(raw)
-        if not isinstance(problem.value, str) and "text" in problem.allowed.split(" or ") and quoted != raw:
+        if not isinstance(problem.value, (str, Mapping)) and "text" in problem.allowed.split(" or ") and quoted != raw:
             allowed = f"{problem.allowed}; {raw} is none unless it is quoted"
             problem = replace(problem, allowed=allowed, fix=shlex.quote(f"{problem.key}={quoted}"))
         found.append(problem)

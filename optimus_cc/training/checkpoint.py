@@ -353,7 +353,7 @@ class Checkpoints:
             action()
         except _NOT_ITS_FAULT:
             raise
-        except Exception as error:  # whatever a file can hold
+        except (Exception, CheckpointException) as error:  # whatever a file can hold
             problem = f"{_root(error)}" or type(error).__name__
         problems = [one for one in self._backend.everyone(problem) if one is not None]
         self._heartbeat()

@@ -340,7 +340,7 @@ def _resumed(config: RunConfig) -> bool:
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
     resumed = next_step()
     trainer.attachment.load_state_dict({})
-    assert trainer.attachment.state_dict().keys() == {"sc.steps"}
+    assert trainer.attachment.state_dict().keys() == {"sc.steps", "owner"}
     afresh = next_step()
     same = all(torch.equal(straight[key], value) for key, value in resumed.items())
     return same and any(not torch.equal(straight[key], value) for key, value in afresh.items())

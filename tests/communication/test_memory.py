@@ -139,7 +139,9 @@ def test_no_message_outlives_its_transfer(ranks: RankPool, layout: str, name: st
     nbytes = MESSAGE_BYTES // (2 if split else 1)
     results = ranks.run(config.parallel.world_size, train_watched, config, nbytes)
     assert all(calls > 0 for calls, _, _ in results)
-    assert any(made > calls for calls, made, _ in results), "the codecs' own tensors were not seen"
+    plain = ranks.run(config.parallel.world_size, train_watched, tiny(layout, parallel=split), nbytes)
+    pairs = zip(results, plain, strict=True)
+    assert any(made > without for (_, made, _), (_, without, _) in pairs), "the codecs' own tensors were not seen"
     assert [left for _, _, left in results] == [0] * len(results)
 
 

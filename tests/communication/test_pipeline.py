@@ -202,7 +202,7 @@ def test_tensor_parallel_ranks_send_the_same(ranks: RankPool) -> None:
     states = [result["state"] for result in results if result["state"]]
     assert len(states) == 4  # the last stage's ranks: 2 tensor-parallel x 2 data-parallel
     for key, value in states[0].items():
-        assert torch.equal(states[1][key], value), key
+        assert torch.equal(states[1][key], value) == (key != "owner"), key
         if key.endswith("memory"):
             assert not torch.equal(states[2][key], value), "data-parallel replicas see other samples"
 

@@ -50,6 +50,6 @@ def run_with_checkpoint(runs_dir: Path, line: str = "") -> str:
     config = one(f"{line} runs_dir={runs_dir}")
     checkpoint = runs_dir / config.run_id / "checkpoints" / "step_00000012"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"step": 12, "files": {}}))
+    (checkpoint / "manifest.json").write_text(json.dumps({"step": 12, "files": {}, "scientific": {}}))
     (runs_dir / config.run_id / "config.yaml").write_text(yaml.safe_dump(config.to_mapping()))
     return config.run_id

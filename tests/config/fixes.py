@@ -29,6 +29,8 @@ class Fix:
 def fixes(problem: Problem) -> list[Fix]:
     """What can be typed of a problem's fix as it stands; what stands for something else (VALUE, FILE) can't."""
     text = problem.fix
+    if "$(" in text:  # something for a shell
+        return []
     if left := re.findall(r"leave (\S+) out", text):
         out = [Fix(leave_out=() if one == "it" else (one,)) for one in left]
         return out + [Fix((new,), None, (old,)) for new, old in re.findall(r"say (\S+) in place of (\S+)", text)]
@@ -64,7 +66,9 @@ def applied(words: Sequence[str], problem: Problem, fix: Fix) -> Iterator[list[s
     keys = (problem.key, problem.key.lstrip("+~"))
     wrong = [word for word in words if word in said or word == problem.value or _key(word) in keys]
     if problem.key.startswith("--"):
-        wrong = [word for word in words if word.startswith(f"{problem.key}=") or word in ("-cn", problem.value)]
+        wrong = [
+            word for word in words if word.startswith(f"{problem.key}=") or word in ("-cn", problem.key, problem.value)
+        ]
     if fix.rename is not None:
         renamed = [f"{fix.rename}={word.partition('=')[2]}" if word in wrong else word for word in words]
         yield from (renamed, ["-m", *renamed])

@@ -22,7 +22,7 @@ def _run(runs_dir: Path, name: str, state: State, steps: tuple[int, ...] = (10, 
         place.mkdir(parents=True)
         (place / "weights").write_bytes(b"x" * 1000)
         files = {"weights": checkpoints.file_record(place / "weights")}
-        (place / checkpoints.MANIFEST).write_text(json.dumps({"step": step, "files": files}))
+        (place / checkpoints.MANIFEST).write_text(json.dumps({"step": step, "files": files, "scientific": {}}))
     return folder.checkpoints
 
 

@@ -39,7 +39,7 @@ def test_what_would_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     queue(queued)
     checkpoint = folder_of(queued).checkpoints / "step_00000003"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text('{"step": 3, "files": {}}')
+    (checkpoint / "manifest.json").write_text('{"step": 3, "files": {}, "scientific": {}}')
     with claim(running):
         planned = plan([new, finished, failed, running, queued, new, dataclasses.replace(finished, force=True)])
     assert [one.action for one in planned] == ["start", "finished", "start", "elsewhere", "resume", "twice", "twice"]

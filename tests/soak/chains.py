@@ -306,7 +306,7 @@ class Attempt:
     def step(self) -> int:
         """The last step of this run that is on the record."""
         with contextlib.suppress(OSError):
-            return self.folder.metrics_path.read_bytes().count(b'"kind":"train"')
+            return self.folder.metrics_path.read_bytes().count(b'"kind": "train"')
         return 0
 
     def running(self) -> bool:
